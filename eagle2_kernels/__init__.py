@@ -1,0 +1,115 @@
+"""Operators for tree-structured speculative decoding, and EAGLE-2 decoding built from them.
+
+Importing the package registers ``torch.ops.eagle2_kernels`` (schemas, fakes and the compiled kernels
+of this build). Public names are resolved on first use, so that calling one operator does not import
+the decode loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import _library, ops
+from ._version import __version__
+from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from .attention import merge_attention_states, tree_attention
+    from .cache import compact_kv, write_kv
+    from .decode import (
+        EagleDecoder,
+        SamplingParams,
+        TreeConfig,
+        eagle2_generate_tree,
+        verify_with_target,
+    )
+    from .expand import expand_topk, extend_draft_tree
+    from .flatten import (
+        build_tree,
+        flatten_tree,
+        pack_tree_mask,
+        retrieve_indices,
+        unpack_tree_mask,
+    )
+    from .models.heads import EagleHead
+    from .models.target import TargetModel
+    from .verify import sample_and_verify, sample_tokens, verify_tree, verify_tree_coins
+
+_HOME = {
+    "tree_attention": "attention",
+    "merge_attention_states": "attention",
+    "compact_kv": "cache",
+    "write_kv": "cache",
+    "EagleDecoder": "decode",
+    "SamplingParams": "decode",
+    "TreeConfig": "decode",
+    "eagle2_generate_tree": "decode",
+    "verify_with_target": "decode",
+    "expand_topk": "expand",
+    "extend_draft_tree": "expand",
+    "build_tree": "flatten",
+    "flatten_tree": "flatten",
+    "pack_tree_mask": "flatten",
+    "retrieve_indices": "flatten",
+    "unpack_tree_mask": "flatten",
+    "EagleHead": "models.heads",
+    "TargetModel": "models.target",
+    "sample_and_verify": "verify",
+    "sample_tokens": "verify",
+    "verify_tree": "verify",
+    "verify_tree_coins": "verify",
+}
+
+__all__ = [
+    "DraftTree",
+    "EagleDecoder",
+    "EagleHead",
+    "SamplingParams",
+    "TargetModel",
+    "TreeConfig",
+    "__version__",
+    "build_tree",
+    "compact_kv",
+    "eagle2_generate_tree",
+    "expand_topk",
+    "extend_draft_tree",
+    "flatten_tree",
+    "merge_attention_states",
+    "pack_tree_mask",
+    "retrieve_indices",
+    "sample_and_verify",
+    "sample_tokens",
+    "tree_attention",
+    "unpack_tree_mask",
+    "verify_tree",
+    "verify_tree_coins",
+    "verify_with_target",
+    "write_kv",
+]
+
+
+def _register() -> None:
+    if ops.backend() == "reference":
+        ops.use_reference()
+        return
+    libraries = _library.load()
+    for key, name in (("CPU", "_C"), ("CUDA", "_C_cuda")):
+        reason = libraries[name].reason
+        ops.use_compiled(key, reason or f"{name} of this release has no {key} kernel for it yet")
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+_register()

@@ -1,0 +1,439 @@
+"""The op table: one row per operator of ``torch.ops.eagle2_kernels``.
+
+A row states the schema, the oracle (`reference.py`), the fake kernel (shapes and dtypes only) and
+what is still missing. Tests, opcheck, the benches and the README's list are derived from `OPS`. C++
+and Triton hold implementations only.
+
+An op that allocates its outputs has a twin ``<name>_out`` that writes caller-provided tensors
+instead; engines that capture graphs use the twin. No op returns one of its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+NAMESPACE = "eagle2_kernels"
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row.
+
+    ``args`` is the schema's argument list. ``outs`` names the tensors an allocating op returns, in
+    order; an op without ``outs`` mutates arguments in place. ``later`` says that the schema stands
+    but no kernel does yet: calling the op raises `NotImplementedError` with that text.
+    """
+
+    name: str
+    args: str
+    outs: tuple[str, ...]
+    reference: Callable[..., object] | None
+    fake: Callable[..., object]
+    summary: str
+    later: str | None = None
+
+    @property
+    def schema(self) -> str:
+        """The schema as PyTorch's parser reads it."""
+        returns = ", ".join(["Tensor"] * len(self.outs))
+        return f"{self.name}({self.args}) -> {returns if len(self.outs) == 1 else f'({returns})'}"
+
+    @property
+    def out_schema(self) -> str | None:
+        """Schema of the ``_out`` twin, or None for an op that allocates nothing."""
+        if not self.outs:
+            return None
+        outs = ", ".join(f"Tensor({chr(ord('a') + i)}!) {n}" for i, n in enumerate(self.outs))
+        star = "" if "*," in self.args else "*, "
+        return f"{self.name}_out({self.args}, {star}{outs}) -> ()"
+
+
+def _words(n: int) -> int:
+    return (n + 63) // 64
+
+
+def _i32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+def _i64(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int64)
+
+
+def _f32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _expand_topk(logits: Tensor, beam_scores: Tensor, top_k: int, draft_to_target=None) -> Outputs:
+    b, p, _ = logits.shape
+    return (
+        _i64(logits, b, p * top_k),
+        _f32(logits, b, p * top_k),
+        _i64(logits, b, top_k),
+        _i64(logits, b, top_k),
+        _f32(logits, b, top_k),
+        _i32(logits, b, top_k),
+    )
+
+
+def _extend_draft_tree(
+    candidate_parents: Tensor, draft_mask: Tensor, beam: Tensor, level: int
+) -> Tensor:
+    return torch.empty_like(draft_mask, memory_format=torch.contiguous_format)
+
+
+def _structure(like: Tensor, b: int, n: int) -> Outputs:
+    return (
+        _i32(like, b, n),
+        _i64(like, b, n),
+        _i32(like, b, n),
+        _i32(like, b, n),
+        _i64(like, b, n, _words(n)),
+    )
+
+
+def _build_tree(
+    root_tokens: Tensor,
+    prefix_lens: Tensor,
+    candidate_tokens: Tensor,
+    candidate_scores: Tensor,
+    candidate_parents: Tensor,
+    max_nodes: int,
+    limits=None,
+) -> Outputs:
+    b, n = root_tokens.shape[0], max_nodes
+    depths, position_ids, first_child, next_sibling, tree_mask = _structure(root_tokens, b, n)
+    return (
+        _i64(root_tokens, b, n),
+        _i32(root_tokens, b, n),
+        depths,
+        position_ids,
+        _f32(root_tokens, b, n),
+        first_child,
+        next_sibling,
+        tree_mask,
+        _i32(root_tokens, b),
+    )
+
+
+def _flatten_tree(parents: Tensor, num_nodes: Tensor, prefix_lens: Tensor) -> Outputs:
+    return _structure(parents, parents.shape[0], parents.shape[1])
+
+
+def _retrieve_indices(parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
+    return _i64(parents, parents.shape[0], parents.shape[1], max_depth + 1)
+
+
+def _pack_tree_mask(mask: Tensor) -> Tensor:
+    return mask.new_empty((*mask.shape[:-1], _words(mask.shape[-1])), dtype=torch.int64)
+
+
+def _unpack_tree_mask(words: Tensor, num_keys: int) -> Tensor:
+    return words.new_empty((*words.shape[:-1], num_keys), dtype=torch.bool)
+
+
+def _nothing(*args, **kwargs) -> None:
+    return None
+
+
+def _merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
+    return (
+        torch.empty_like(out_a, memory_format=torch.contiguous_format),
+        torch.empty_like(lse_a, memory_format=torch.contiguous_format),
+    )
+
+
+def _sample_tokens(logits: Tensor, position_ids: Tensor, seeds: Tensor, **filters) -> Tensor:
+    return _i64(logits, logits.shape[0], logits.shape[1])
+
+
+def _verify_tree(
+    target_tokens: Tensor, draft_tokens, first_child, next_sibling, max_depth: int, num_nodes=None
+) -> Outputs:
+    b = target_tokens.shape[0]
+    return (
+        _i32(target_tokens, b, max_depth + 1),
+        _i32(target_tokens, b),
+        _i64(target_tokens, b),
+    )
+
+
+def _sample_and_verify(
+    logits: Tensor,
+    position_ids,
+    seeds,
+    draft_tokens,
+    first_child,
+    next_sibling,
+    max_depth: int,
+    num_nodes=None,
+    **filters,
+) -> Outputs:
+    b = logits.shape[0]
+    return (_i64(logits, b, max_depth + 1), *_verify_tree(logits, None, None, None, max_depth))
+
+
+def _verify_tree_coins(
+    target_probs: Tensor,
+    draft_tokens,
+    first_child,
+    next_sibling,
+    coins,
+    final_coins,
+    max_depth: int,
+    num_nodes=None,
+) -> Outputs:
+    return _verify_tree(target_probs, None, None, None, max_depth)
+
+
+_FILTERS = (
+    "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
+    "Tensor? allowed_mask=None"
+)
+_LINKS = "Tensor draft_tokens, Tensor first_child, Tensor next_sibling"
+_ACCEPTED = ("accept_index", "accept_length", "bonus_token")
+
+OPS: tuple[Op, ...] = (
+    Op(
+        "expand_topk",
+        "Tensor logits, Tensor beam_scores, SymInt top_k, Tensor? draft_to_target=None",
+        (
+            "candidate_tokens",
+            "candidate_scores",
+            "beam",
+            "beam_tokens",
+            "next_beam_scores",
+            "beam_rows",
+        ),
+        reference.expand_topk,
+        _expand_topk,
+        "log-softmax, per-row top-k, the parent's score and the next beam, fused",
+    ),
+    Op(
+        "extend_draft_tree",
+        "Tensor(z!) candidate_parents, Tensor draft_mask, Tensor beam, SymInt level",
+        ("next_draft_mask",),
+        reference.extend_draft_tree,
+        _extend_draft_tree,
+        "parents of one level's candidates and the draft mask of the frontier it grows from",
+    ),
+    Op(
+        "build_tree",
+        "Tensor root_tokens, Tensor prefix_lens, Tensor candidate_tokens, Tensor candidate_scores, "
+        "Tensor candidate_parents, SymInt max_nodes, Tensor? limits=None",
+        (
+            "draft_tokens",
+            "parents",
+            "depths",
+            "position_ids",
+            "scores",
+            "first_child",
+            "next_sibling",
+            "tree_mask",
+            "num_nodes",
+        ),
+        reference.build_tree,
+        _build_tree,
+        "re-rank the candidates of all levels and flatten the best into a DraftTree",
+    ),
+    Op(
+        "flatten_tree",
+        "Tensor parents, Tensor num_nodes, Tensor prefix_lens",
+        ("depths", "position_ids", "first_child", "next_sibling", "tree_mask"),
+        reference.flatten_tree,
+        _flatten_tree,
+        "depths, position ids, links and mask words of a tree given by its parents",
+    ),
+    Op(
+        "retrieve_indices",
+        "Tensor parents, Tensor num_nodes, SymInt max_depth",
+        ("indices",),
+        reference.retrieve_indices,
+        _retrieve_indices,
+        "one root-to-leaf row of slots per leaf",
+    ),
+    Op(
+        "pack_tree_mask",
+        "Tensor mask",
+        ("words",),
+        reference.pack_tree_mask,
+        _pack_tree_mask,
+        "bool mask rows to int64 words",
+    ),
+    Op(
+        "unpack_tree_mask",
+        "Tensor words, SymInt num_keys",
+        ("mask",),
+        reference.unpack_tree_mask,
+        _unpack_tree_mask,
+        "int64 words to bool mask rows",
+    ),
+    Op(
+        "tree_attention_out",
+        "Tensor q, Tensor k_cache, Tensor v_cache, Tensor prefix_lens, Tensor? tree_mask=None, *, "
+        "SymInt? tree_len=None, Tensor? qo_indptr=None, SymInt? max_q=None, "
+        "Tensor? page_table=None, Tensor? depths=None, SymInt? max_prefix_len=None, "
+        "float? sm_scale=None, float softcap=0.0, "
+        "SymInt? window=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+        "SymInt? kv_chunk=None, Tensor(a!) out, Tensor(b!)? lse=None",
+        (),
+        reference.tree_attention_out,
+        _nothing,
+        "attention of every tree node over the prefix and its own ancestors, dense or paged cache",
+    ),
+    Op(
+        "merge_attention_states",
+        "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
+        ("out", "lse"),
+        reference.merge_attention_states,
+        _merge_attention_states,
+        "merge two partial attention results by their log-sum-exp",
+    ),
+    Op(
+        "sample_tokens",
+        f"Tensor logits, Tensor position_ids, Tensor seeds, *, {_FILTERS}",
+        ("tokens",),
+        reference.sample_tokens,
+        _sample_tokens,
+        "argmax, or Gumbel-max with noise keyed by (seed, position, token), after the filters",
+    ),
+    Op(
+        "verify_tree",
+        f"Tensor target_tokens, {_LINKS}, SymInt max_depth, Tensor? num_nodes=None",
+        _ACCEPTED,
+        reference.verify_tree,
+        _verify_tree,
+        "walk from the root along the target's own tokens",
+    ),
+    Op(
+        "sample_and_verify",
+        f"Tensor logits, Tensor position_ids, Tensor seeds, {_LINKS}, SymInt max_depth, "
+        f"Tensor? num_nodes=None, *, {_FILTERS}",
+        ("emitted_tokens", *_ACCEPTED),
+        reference.sample_and_verify,
+        _sample_and_verify,
+        "sample_tokens at the visited nodes only, fused with verify_tree",
+    ),
+    Op(
+        "verify_tree_coins",
+        f"Tensor target_probs, {_LINKS}, Tensor coins, Tensor final_coins, SymInt max_depth, "
+        "Tensor? num_nodes=None",
+        _ACCEPTED,
+        None,
+        _verify_tree_coins,
+        "the same law from the caller's uniform coins",
+        later="verify_tree_coins has no kernel yet; use sample_and_verify",
+    ),
+    Op(
+        "compact_kv",
+        "Tensor(a!)[] kv_caches, Tensor accept_index, Tensor accept_length, Tensor prefix_lens, "
+        "Tensor? page_table=None",
+        (),
+        reference.compact_kv,
+        _nothing,
+        "move the accepted path's keys and values to the end of the prefix, all layers at once",
+    ),
+    Op(
+        "write_kv",
+        "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor prefix_lens, "
+        "Tensor? lengths=None, Tensor? page_table=None",
+        (),
+        reference.write_kv,
+        _nothing,
+        "store new keys and values behind each request's prefix",
+    ),
+)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_implementations: list[torch.library.Library] = []
+
+
+def _reference_out(op: Op) -> Callable[..., None]:
+    assert op.reference is not None
+
+    def run(*args, **kwargs) -> None:
+        outs = [kwargs.pop(name) for name in op.outs]
+        results = op.reference(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(results, Tensor):
+            results = (results,)
+        for out, result in zip(outs, results, strict=True):  # type: ignore[call-overload]
+            out.copy_(result)
+
+    return run
+
+
+def _raiser(error: type[Exception], message: str) -> Callable[..., None]:
+    def run(*args, **kwargs) -> None:
+        raise error(message)
+
+    return run
+
+
+def _define() -> None:
+    tags = (torch.Tag.pt2_compliant_tag,)
+    for op in OPS:
+        _library.define(op.schema, tags=tags)
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=_library)
+        if op.out_schema is not None:
+            _library.define(op.out_schema, tags=tags)
+            torch.library.register_fake(f"{NAMESPACE}::{op.name}_out", _nothing, lib=_library)
+
+
+def use_reference(keys: tuple[str, ...] = ("CPU", "CUDA")) -> None:
+    """Register the oracle as the implementation of every op (``EAGLE2_BACKEND=reference``)."""
+    library = torch.library.Library(NAMESPACE, "IMPL")
+    _implementations.append(library)
+    for key in keys:
+        for op in OPS:
+            if op.reference is None:
+                continue
+            library.impl(op.name, op.reference, key)
+            if op.outs:
+                library.impl(f"{op.name}_out", _reference_out(op), key)
+        _raise_later(library, key)
+
+
+def use_compiled(key: str, absent: str) -> None:
+    """Leave ``key`` to the compiled library; what it lacks raises: nothing falls back in silence.
+
+    ``absent`` says why a kernel may be missing and what to do about it.
+    """
+    library = torch.library.Library(NAMESPACE, "IMPL")
+    _implementations.append(library)
+    for op in OPS:
+        for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
+            if op.later is None and not has_kernel(name, key):
+                library.impl(name, _raiser(RuntimeError, f"{NAMESPACE}::{name}: {absent}"), key)
+    _raise_later(library, key)
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether something is registered for op ``name`` under dispatch key ``key``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+
+
+def _raise_later(library: torch.library.Library, key: str) -> None:
+    for op in OPS:
+        if op.later is not None:
+            for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
+                library.impl(name, _raiser(NotImplementedError, op.later), key)
+
+
+def backend() -> str:
+    """``"reference"`` when ``EAGLE2_BACKEND`` asks for the oracle, else ``"compiled"``."""
+    value = os.environ.get("EAGLE2_BACKEND", "compiled")
+    if value not in ("compiled", "reference"):
+        raise ValueError(f"EAGLE2_BACKEND: expected 'compiled' or 'reference', got {value!r}")
+    return value
+
+
+_define()
