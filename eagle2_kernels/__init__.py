@@ -1,8 +1,8 @@
 """Operators for tree-structured speculative decoding, and EAGLE-2 decoding built from them.
 
-Importing the package registers ``torch.ops.eagle2_kernels`` (schemas, fakes and the compiled kernels
-of this build). Public names are resolved on first use, so that calling one operator does not import
-the decode loop.
+Importing the package registers ``torch.ops.eagle2_kernels`` (schemas, fakes and the compiled
+kernels of this build). Public names are resolved on first use, so that calling one operator does
+not import the decode loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The oracle: every operator in plain PyTorch, written to be read beside the contract, not for speed.
+"""The oracle: every operator in plain PyTorch, written to be read beside the contract.
 
 One function per row of the op table, with the same arguments. Loops over requests and rows are left
 visible; the compiled kernels are tested against these functions, and ``EAGLE2_BACKEND=reference``

@@ -33,8 +33,8 @@ class DraftTree(NamedTuple):
     """A batch of flattened draft trees; every tensor is [B, N] unless said.
 
     Slots are sorted by (depth, candidate index), so a parent's slot is smaller than its child's.
-    Slots from ``num_nodes`` on are padding: token 0, parent -1, depth 0, position prefix_lens, score
-    -inf, no links, an empty mask row.
+    Slots from ``num_nodes`` on are padding: token 0, parent -1, depth 0, position prefix_lens,
+    score -inf, no links, an empty mask row.
 
     Attributes:
         draft_tokens: int64; slot 0 is the last committed token, whose KV is not in the cache yet.
