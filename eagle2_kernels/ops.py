@@ -10,6 +10,7 @@ instead; engines that capture graphs use the twin. No op returns one of its argu
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Op:
 
     ``args`` is the schema's argument list. ``outs`` names the tensors an allocating op returns, in
     order; an op without ``outs`` mutates arguments in place. ``later`` says that the schema stands
-    but no kernel does yet: calling the op raises `NotImplementedError` with that text.
+    but no kernel does yet: calling the op raises `NotImplementedError` with that text. ``triton``
+    names the module of ``triton_kernels`` whose function of the op's name serves CUDA tensors.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Op:
     fake: Callable[..., object]
     summary: str
     later: str | None = None
+    triton: str | None = None
 
     @property
     def schema(self) -> str:
@@ -350,6 +353,7 @@ OPS: tuple[Op, ...] = (
         reference.write_kv,
         _nothing,
         "store new keys and values behind each request's prefix",
+        triton="cache",
     ),
 )
 
@@ -410,10 +414,23 @@ def use_compiled(key: str, absent: str) -> None:
     library = torch.library.Library(NAMESPACE, "IMPL")
     _implementations.append(library)
     for op in OPS:
+        if key == "CUDA" and op.triton is not None:
+            library.impl(op.name, _triton_launcher(op.triton, op.name), key)
+            continue
         for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
             if op.later is None and not has_kernel(name, key):
                 library.impl(name, _raiser(RuntimeError, f"{NAMESPACE}::{name}: {absent}"), key)
     _raise_later(library, key)
+
+
+def _triton_launcher(module: str, name: str) -> Callable[..., object]:
+    """A launcher that imports Triton at its first call, not at registration."""
+
+    def run(*args, **kwargs) -> object:
+        kernels = importlib.import_module(f"{__package__}.triton_kernels.{module}")
+        return getattr(kernels, name)(*args, **kwargs)
+
+    return run
 
 
 def has_kernel(name: str, key: str) -> bool:
