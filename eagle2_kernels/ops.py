@@ -357,6 +357,9 @@ OPS: tuple[Op, ...] = (
     ),
 )
 
+CUDA_CPP = ("build_tree", "flatten_tree")
+"""Operators with a kernel in csrc/cuda, as far as this release goes."""
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 _implementations: list[torch.library.Library] = []
 
@@ -451,6 +454,16 @@ def backend() -> str:
     if value not in ("compiled", "reference"):
         raise ValueError(f"EAGLE2_BACKEND: expected 'compiled' or 'reference', got {value!r}")
     return value
+
+
+def describe() -> str:
+    """The op list as README shows it: one Markdown row per operator."""
+    rows = ["| operator | what it does | kernels |", "|---|---|---|"]
+    for op in OPS:
+        where = "later" if op.later else "CPU" + (", Triton" if op.triton else "")
+        where += ", CUDA C++" if op.name in CUDA_CPP else ""
+        rows.append(f"| `{op.name}` | {op.summary} | {where} |")
+    return "\n".join(rows) + "\n"
 
 
 _define()

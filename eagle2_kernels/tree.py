@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -155,11 +154,3 @@ def _check_request(tree: DraftTree, r: int, n: int, prefix_len: int | None) -> N
 def _row_bits(words: list[int]) -> int:
     """One mask row as a Python integer."""
     return sum((word & ((1 << 64) - 1)) << (64 * i) for i, word in enumerate(words))
-
-
-def children_of(parents: Tensor, num_nodes: int) -> dict[int, list[int]]:
-    """Slots of one request's children by parent slot, in ascending order."""
-    children: dict[int, list[int]] = {}
-    for slot, parent in enumerate(torch.as_tensor(parents)[:num_nodes].tolist()):
-        children.setdefault(parent, []).append(slot)
-    return children

@@ -1,0 +1,69 @@
+"""The rooms of the package and the one direction their dependencies point in."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import eagle2_kernels
+
+PACKAGE = Path(eagle2_kernels.__file__).parent
+
+# What a room may import from the package; a room not named here is free.
+ALLOWED = {
+    "reference.py": set(),
+    "tree.py": set(),
+    "ops.py": {"reference"},
+    "_library.py": set(),
+    "expand.py": {"ops", "tree", "_checks"},
+    "flatten.py": {"ops", "tree", "_checks"},
+    "verify.py": {"ops", "tree", "_checks"},
+    "attention.py": {"ops", "tree", "_checks"},
+    "cache.py": {"ops", "tree", "_checks"},
+}
+# Nothing below models/ may import these; reference.py imports torch alone.
+HEAVY = {"transformers", "tokenizers", "safetensors", "typer", "rich", "numpy", "triton"}
+
+
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """Modules outside the package, and rooms of the package, that a file imports anywhere."""
+    outside, rooms = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0:
+                outside.add((node.module or "").split(".")[0])
+            elif node.module:
+                rooms.add(node.module.split(".")[0])
+            else:
+                rooms |= {alias.name for alias in node.names}
+    return outside, rooms
+
+
+@pytest.mark.parametrize("name", sorted(ALLOWED))
+def test_operator_rooms_depend_only_downwards(name):
+    outside, rooms = imports(PACKAGE / name)
+    assert not outside & HEAVY
+    assert rooms <= ALLOWED[name]
+
+
+def test_the_oracle_imports_only_torch():
+    outside, _ = imports(PACKAGE / "reference.py")
+    assert outside <= {"torch", "math", "__future__"}
+
+
+def test_the_loop_does_not_import_transformers():
+    outside, rooms = imports(PACKAGE / "decode.py")
+    assert "transformers" not in outside
+    assert not rooms & {"cli", "training"}
+
+
+def test_nothing_imports_the_command_line():
+    for path in PACKAGE.rglob("*.py"):
+        assert "cli" not in imports(path)[1] or path.name == "__main__.py", path
+
+
+def test_every_public_name_resolves():
+    missing = [name for name in eagle2_kernels.__all__ if not hasattr(eagle2_kernels, name)]
+    assert missing == []
