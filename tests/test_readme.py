@@ -1,0 +1,39 @@
+"""README's examples run as written, and its op list is the op table's."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from eagle2_kernels import ops
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_tree_attention_example():
+    (code,) = (b for b in BLOCKS if "tree_attention" in b)
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert scope["out"].shape == (1, 5, 8, 64)
+
+
+@pytest.mark.slow
+def test_generate_example(capsys):
+    (code,) = (b for b in BLOCKS if "load_demo" in b)
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert 1 <= len(scope["result"].token_ids) <= 24
+    assert capsys.readouterr().out.strip()
+
+
+def test_op_list_is_the_table():
+    (listed,) = re.findall(r"<!-- ops -->\n(.*?)<!-- /ops -->", README, re.DOTALL)
+    assert listed == ops.describe()
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_the_two_commands_are_targets_of_the_makefile(target):
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert f"make {target}" in README
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
