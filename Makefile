@@ -7,6 +7,9 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TRAIN_ARGS ?=
 
+# what `make cuda` runs: the operators, through the libraries that were built beside a CUDA torch
+OP_TESTS := $(wildcard $(foreach t,packaging tree expand flatten attention verify cache ops opcheck,tests/test_$(t).py))
+
 CPU := .venv
 CUDA := .venv-cuda
 PIP := -m pip --disable-pip-version-check --no-input
@@ -56,14 +59,16 @@ $(CPU)/.installed: $(CPU)/.base $(SOURCES)
 	EAGLE2_CUDA=0 $(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-build-isolation ".[dev]"
 	touch $@
 
-# The CUDA build, on a machine that needs nvcc but no GPU: the wheel with every architecture of the default list, both
-# libraries loaded, the CPU operators through it; then what `auto` decides here, which is what `pip install .` does.
+# The CUDA build, on a machine that needs nvcc but no GPU: a wheel for every architecture of the default list, both
+# libraries loaded, the CPU operators through it. Then what `pip install` of the sdist gives by itself (EAGLE2_CUDA=auto).
 cuda: $(CUDA)/.installed
-	cd $(CUDA) && bin/python -c "import eagle2_kernels._library as l; s = l.load(); print(*s.values(), sep='\n'); assert all(x.loaded for x in s.values())"
 	$(CUDA)/bin/python -P -m eagle2_kernels.env
+	$(CUDA)/bin/python -P -c "from eagle2_kernels import _library as l; s = l.load(); assert all(x.loaded for x in s.values()), s"
 	$(CUDA)/bin/pytest $(PYTEST_ARGS) $(OP_TESTS)
-	rm -rf build/auto && mkdir -p build/auto
-	env -u CUDA_HOME -u EAGLE2_CUDA $(CUDA)/bin/python $(PIP) wheel --no-build-isolation --no-deps -w build/auto .
+	$(CUDA)/bin/pytest $(PYTEST_ARGS) -m triton tests
+	rm -rf build/auto
+	$(CUDA)/bin/python -m build --sdist --no-isolation --outdir build/auto
+	env -u CUDA_HOME -u EAGLE2_CUDA $(CUDA)/bin/python $(PIP) wheel --no-build-isolation --no-deps -w build/auto build/auto/*.tar.gz
 	$(CUDA)/bin/python -m zipfile -l build/auto/*.whl | grep -F eagle2_kernels/_C_cuda.abi3.so
 
 $(CUDA)/.base: requirements/constraints.txt requirements/constraints-cuda.txt

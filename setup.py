@@ -10,8 +10,8 @@
 
 No GPU is looked for: wheels are built in containers. Both libraries are plain shared objects on
 LibTorch's stable ABI, loaded by eagle2_kernels/_library.py, so they need no Python.h, no ATen
-header and one build for every torch from 2.10 on. The functions up to `decide_cuda` are pure and
-tested in tests/test_packaging.py.
+header and one build for every torch from 2.10 on. The functions with public names are pure or
+nearly so and tested in tests/test_packaging.py.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ ROOT = Path(__file__).resolve().parent
 # torch: its headers know what they need.
 STABLE_ABI_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 CXX_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+CUDA_FLAGS = ["-DUSE_CUDA"]  # the stable shim declares its CUDA stream functions under this
 NVCC_FLAGS = [
     "-O3",
-    "-DUSE_CUDA",  # the stable shim declares its CUDA stream functions under this
-    "--expt-relaxed-constexpr",
     "-Xcompiler=-fvisibility=hidden",
     "-Xfatbin=-compress-all",
     "-Wno-deprecated-gpu-targets",
@@ -166,6 +165,15 @@ def arch_list(env: Mapping[str, str], known: str) -> str:
     return ";".join(archs) + "+PTX" if archs else CUDA_ARCHS[0] + "+PTX"
 
 
+def compiler_words(log: str, error: str) -> tuple[str, list[str]]:
+    """The first complaint in a build log, else ``error``; and the log's end without commands."""
+    said = [
+        x for x in log.splitlines() if x.strip() and not re.search(r" -c | -shared |^FAILED", x)
+    ]
+    complaints = (x for x in said if re.search(r"error|fatal|undefined reference|cannot find", x))
+    return next(complaints, error).strip(), said[-40:]
+
+
 def max_jobs(cpus: int, free_bytes: int, cuda: bool) -> int:
     """Compilers at once.
 
@@ -233,6 +241,7 @@ def _extension(
         for p in cpp_extension.include_paths() + dirs.get("include_dirs", [])
         for f in ("-isystem", p)
     ]
+    defines = STABLE_ABI_FLAGS + (CUDA_FLAGS if "cudart" in libraries else [])
     return Extension(
         f"eagle2_kernels.{name}",
         # relative: absolute ones put the objects outside the build directory
@@ -243,8 +252,8 @@ def _extension(
         language="c++",
         py_limited_api=True,
         extra_compile_args={
-            "cxx": CXX_FLAGS + STABLE_ABI_FLAGS + system,
-            "nvcc": NVCC_FLAGS + STABLE_ABI_FLAGS + system,
+            "cxx": CXX_FLAGS + defines + system,
+            "nvcc": NVCC_FLAGS + defines + system,
         },
         extra_link_args=LINK_FLAGS,
     )
@@ -391,9 +400,9 @@ def _build_ext() -> type[build_ext]:
                     raise CudaBuildError(
                         f"EAGLE2_CUDA=1, but building _C_cuda failed: {error}"
                     ) from error
-                tail = "\n".join(log[0].splitlines()[-40:])
-                print(f"eagle2_kernels: CUDA library NOT built, installing without it: {error}")
-                return {"cuda_reason": f"the build failed: {error}\n{tail}".rstrip()}
+                cause, said = compiler_words("".join(log), str(error))
+                print(f"eagle2_kernels: CUDA library NOT built, installing without it: {cause}")
+                return {"cuda_reason": f"the build failed: {cause}", "cuda_log": said}
             finally:
                 self.extensions = built
             built.append(cuda)

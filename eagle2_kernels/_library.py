@@ -93,10 +93,11 @@ def _load(name: str, folder: Path) -> LibraryStatus:
     try:
         torch.ops.load_library(str(path))
     except Exception as error:
-        # whatever the loader or a static initialiser raises is the cause to report
+        # torch wraps the loader's own words ("undefined symbol ...") in "Could not load"
+        cause = error.__cause__ or error
         built = build_info(folder).get("torch", "an unknown version")
         reason = (
-            f"{path} does not load: {error} (built with torch {built}, "
+            f"{path} does not load: {cause} (built with torch {built}, "
             f"running {torch.__version__}); rebuild: {rebuild_command(cuda)}"
         )
         warnings.warn(f"eagle2_kernels: {reason}", RuntimeWarning, stacklevel=4)
