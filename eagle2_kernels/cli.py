@@ -1,0 +1,335 @@
+"""The ``eagle2`` command: generate, tree, train, info.
+
+Every default is the recommended value. Errors a person can act on are one line on stderr and exit
+code 1; wrong usage is exit code 2.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import sys
+import textwrap
+import typing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ._version import __version__
+from .training.trainer import TrainConfig
+
+if TYPE_CHECKING:
+    from .compare import Comparison
+    from .decode import EagleDecoder, SamplingParams
+
+app = typer.Typer(
+    name="eagle2",
+    help="EAGLE-2 speculative decoding: faster generation with the same output.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(stderr=False, highlight=False)
+
+Prompt = Annotated[str, typer.Argument(help="The user's message; '-' reads it from stdin.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Hugging Face model directory. Default: the demo's.")
+]
+DraftOption = Annotated[
+    str | None, typer.Option("--draft", help="EAGLE head directory. Default: the demo's.")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="bfloat16, float16, float32 or float64. Default: by the machine."),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens at most.")]
+MaxNodes = Annotated[
+    int | None, typer.Option("--max-nodes", min=1, help="Slots of a tree, root included.")
+]
+TopK = Annotated[int | None, typer.Option("--tree-top-k", min=1, help="Branches kept per level.")]
+MaxDepth = Annotated[int | None, typer.Option("--max-depth", min=1, help="Draft levels.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+
+
+@app.command()
+def generate(
+    prompt: Prompt,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    max_new_tokens: MaxNewTokens = 128,
+    max_nodes: MaxNodes = None,
+    tree_top_k: TopK = None,
+    max_depth: MaxDepth = None,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sampling filter; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Default: drawn, and reported.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also decode plainly and with Hugging Face; greedy.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of --compare.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+) -> None:
+    """Answer a prompt with the EAGLE-2 tree, streaming the text."""
+    if compare and temperature > 0:
+        raise typer.BadParameter("--compare is greedy: leave --temperature at 0")
+    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
+    ids = _encode(decoder, _read(prompt), raw)
+    sampling = _sampling(temperature, top_k, top_p, min_p, seed)
+    text = ""
+    if as_json:
+        result = decoder.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        text = result.text
+    else:
+        for piece in decoder.stream(ids, max_new_tokens=max_new_tokens, sampling=sampling):
+            console.out(piece, end="")
+            console.file.flush()
+        console.print()
+    if compare:
+        from .compare import compare as run_comparison
+
+        comparison = run_comparison(decoder, ids, max_new_tokens, rounds)
+        if as_json:
+            _print_json(text=text, **_comparison_dict(comparison))
+        else:
+            _print_comparison(decoder, comparison)
+        if not comparison.lossless:
+            raise typer.Exit(1)
+    elif as_json:
+        stats = dataclasses.asdict(result.stats)
+        _print_json(text=text, token_ids=result.token_ids, stats=stats)
+
+
+@app.command()
+def tree(
+    prompt: Prompt,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    max_nodes: MaxNodes = None,
+    tree_top_k: TopK = None,
+    max_depth: MaxDepth = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+) -> None:
+    """Draw the first step's draft tree: tokens, probabilities, what was pruned and accepted."""
+    from rich.tree import Tree
+
+    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
+    step = decoder.draft_step(_encode(decoder, _read(prompt), raw))
+    nodes: dict[int, Tree] = {}
+    for node in step.nodes:
+        label = Text(repr(_token_text(decoder, node.token)))
+        label.append(f"  {node.probability:.3f}", style="dim")
+        if node.accepted:
+            label.stylize("bold green")
+            label.append("  accepted", style="green")
+        elif node.pruned:
+            label.stylize("strike dim")
+            label.append("  pruned", style="dim")
+        parent = nodes.get(node.parent)
+        nodes[node.index] = Tree(label) if parent is None else parent.add(label)
+    console.print(nodes[step.nodes[0].index])
+    bonus = _token_text(decoder, step.bonus_token)
+    console.print(
+        f"{step.accept_length} of {step.drafted} drafted tokens accepted; "
+        f"the target's next token is {bonus!r}"
+    )
+
+
+@app.command()
+def info(
+    ops: Annotated[bool, typer.Option("--ops", help="List the operators instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """What is installed and loaded here (the report of `python -m eagle2_kernels.env`)."""
+    from . import env
+    from . import ops as table
+
+    if ops:
+        rows = [{"name": op.name, "schema": op.schema, "summary": op.summary} for op in table.OPS]
+        console.out(json.dumps(rows, indent=2) if as_json else table.describe(), end="")
+        return
+    report = env.collect()
+    if as_json:
+        console.out(json.dumps(report, indent=2))
+        return
+    for section, values in report.items():
+        console.print(Text(section, style="bold"))
+        for key, value in values.items():
+            console.print(Text(f"  {key}: {value}"))
+
+
+def _docs(kind: type) -> dict[str, str]:
+    """Docstrings written below a dataclass's fields."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for field, doc in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            docs[field.target.id] = " ".join(ast.literal_eval(doc.value).split())  # type: ignore[union-attr]
+    return docs
+
+
+def _train_parameters() -> list[inspect.Parameter]:
+    """One option per field of TrainConfig, with its default and its docstring as help."""
+    docs, hints = _docs(TrainConfig), typing.get_type_hints(TrainConfig)
+    parameters = []
+    for field in dataclasses.fields(TrainConfig):
+        if field.default is dataclasses.MISSING:
+            continue
+        required = field.default == ""
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=... if required else field.default,
+                annotation=Annotated[hints[field.name], typer.Option(help=docs.get(field.name))],
+            )
+        )
+    return parameters
+
+
+def _train(**options: Any) -> None:
+    """Train a draft head on text the target wrote."""
+    from .training.trainer import train
+
+    console.print(f"head saved to {train(TrainConfig(**options))}")
+
+
+_train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
+app.command("train")(_train)
+
+
+@app.callback(invoke_without_command=True)
+def _version_option(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(__version__)
+        raise typer.Exit()
+
+
+def _load(
+    target: str | None,
+    draft: str | None,
+    dtype: str | None,
+    max_nodes: int | None,
+    top_k: int | None,
+    max_depth: int | None,
+) -> EagleDecoder:
+    import torch
+
+    if (target is None) != (draft is None):
+        raise typer.BadParameter("--target and --draft go together: a head belongs to its target")
+    torch_dtype = None
+    if dtype is not None:
+        torch_dtype = getattr(torch, dtype, None)
+        if torch_dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            raise typer.BadParameter(
+                f"--dtype: expected bfloat16, float16, float32 or float64, got {dtype}"
+            )
+    from .decode import EagleDecoder
+    from .demo import load_demo
+
+    if target is None or draft is None:
+        decoder = load_demo(dtype=torch_dtype)
+    else:
+        decoder = EagleDecoder.from_pretrained(target, draft, dtype=torch_dtype)
+    changes = {"max_nodes": max_nodes, "top_k": top_k, "max_depth": max_depth}
+    decoder.config = dataclasses.replace(
+        decoder.config, **{k: v for k, v in changes.items() if v is not None}
+    )
+    return decoder
+
+
+def _encode(decoder: EagleDecoder, prompt: str, raw: bool) -> list[int]:
+    tokenizer = decoder.tokenizer
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(prompt)["input_ids"])
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _sampling(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None
+) -> SamplingParams:
+    from .decode import SamplingParams
+
+    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def _read(prompt: str) -> str:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise typer.BadParameter("prompt: expected some text, got none")
+    return text
+
+
+def _token_text(decoder: EagleDecoder, token: int) -> str:
+    return decoder.tokenizer.decode([token])
+
+
+def _comparison_dict(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "rows": [
+            dataclasses.asdict(row) | {"tokens_per_second": row.tokens_per_second}
+            for row in comparison.rows
+        ],
+        "identical": comparison.difference is None,
+        "verdict": comparison.verdict,
+        "difference": comparison.difference and dataclasses.asdict(comparison.difference),
+        "row_floor": comparison.row_floor,
+        "identical_when_padded": comparison.identical_when_padded,
+    }
+
+
+def _print_comparison(decoder: EagleDecoder, comparison: Comparison) -> None:
+    import torch
+
+    config = decoder.config
+    dtype = str(decoder.target.dtype).removeprefix("torch.")
+    table = Table(
+        title=f"{dtype}, {torch.get_num_threads()} threads, tree of {config.max_nodes} nodes "
+        f"(top_k {config.top_k}, max_depth {config.max_depth})"
+    )
+    for name in ("decoding", "tokens", "tokens/s", "x plain", "target forwards", "accept length"):
+        table.add_column(name, justify="left" if name == "decoding" else "right")
+    plain = next(row for row in comparison.rows if row.name == "plain")
+    for row in comparison.rows:
+        table.add_row(
+            row.name,
+            str(row.new_tokens),
+            f"{row.tokens_per_second:.1f}",
+            f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
+            str(row.target_forwards),
+            f"{row.accept_length:.2f}",
+        )
+    console.print(table)
+    console.print(Text(comparison.verdict))
+
+
+def _print_json(**values: Any) -> None:
+    console.out(json.dumps(values, default=str))
+
+
+def main() -> None:
+    """Entry point of the ``eagle2`` script."""
+    try:
+        app()
+    except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
+        print(f"eagle2: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The eagle2 command: what it prints, its exit codes, and errors a person can act on."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eagle2_kernels import cli, ops
+from eagle2_kernels.compare import Comparison, Difference, first_difference
+from eagle2_kernels.training.trainer import TrainConfig
+
+runner = CliRunner()
+
+
+def invoke(*args: str):
+    return runner.invoke(cli.app, list(args))
+
+
+def test_version():
+    from eagle2_kernels import __version__
+
+    assert invoke("--version").stdout.strip() == __version__
+
+
+def test_info_lists_the_libraries():
+    result = invoke("info", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert "_C" in report["libraries"]
+    assert report["torch"]["version"] == torch.__version__
+
+
+def test_info_ops_is_the_table():
+    assert invoke("info", "--ops").stdout == ops.describe()
+    rows = json.loads(invoke("info", "--ops", "--json").stdout)
+    assert [row["name"] for row in rows] == [op.name for op in ops.OPS]
+
+
+def test_train_has_an_option_for_every_field_of_the_config():
+    options = invoke("train", "--help").stdout
+    for field in dataclasses.fields(TrainConfig):
+        if field.default is not dataclasses.MISSING:
+            assert "--" + field.name.replace("_", "-") in options, field.name
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "hi", "--compare", "--temperature", "1"], "--compare is greedy"),
+        (["generate", "hi", "--target", "somewhere"], "--target and --draft go together"),
+        (["generate", "hi", "--dtype", "int8"], "--dtype: expected bfloat16"),
+        (["generate", "   "], "expected some text"),
+        (["generate", "hi", "--max-new-tokens", "0"], "0 is not in the range"),
+        (["train"], "--data"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value),
+)
+def test_wrong_usage_is_exit_code_2(args, message):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_failure_is_one_line_and_exit_code_1():
+    result = subprocess.run(
+        [sys.executable, "-m", "eagle2_kernels.cli", "train", "--data", "/nowhere.jsonl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("eagle2: FileNotFoundError: data:")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_generate_compare_json_on_the_demo():
+    result = invoke(
+        "generate", "Name two colours.", "-n", "12", "--compare", "--rounds", "1", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    names = [row["name"] for row in report["rows"]]
+    assert names == ["Hugging Face generate", "plain", "EAGLE-2 tree"]
+    assert report["verdict"].startswith("identical:")
+    plain, tree = report["rows"][1], report["rows"][2]
+    assert plain["new_tokens"] == tree["new_tokens"]
+    assert tree["target_forwards"] <= plain["target_forwards"]
+
+
+@pytest.mark.slow
+def test_streamed_text_is_the_generated_text():
+    streamed = invoke("generate", "Name two colours.", "-n", "16")
+    assert streamed.exit_code == 0, streamed.output
+    whole = json.loads(invoke("generate", "Name two colours.", "-n", "16", "--json").stdout)
+    assert streamed.stdout.strip() == whole["text"].strip()
+    assert whole["stats"]["new_tokens"] == len(whole["token_ids"])
+
+
+@pytest.mark.slow
+def test_tree_draws_the_first_step():
+    result = invoke("tree", "Name two colours.", "--max-nodes", "8")
+    assert result.exit_code == 0, result.output
+    assert "drafted tokens accepted" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("margin", "error", "padded", "lossless"),
+    [(0.1, 0.06, None, True), (0.1, 0.04, None, False), (0.1, 0.06, False, False)],
+    ids=["tie", "real difference", "padded differs"],
+)
+def test_a_difference_is_judged_by_its_margin(margin, error, padded, lossless):
+    difference = Difference(3, 7, 8, margin, error)
+    comparison = Comparison([], difference, 4, padded)
+    assert comparison.lossless is lossless
+    assert "first difference at token 3: plain 7, tree 8" in comparison.verdict
+
+
+def test_no_difference_is_identical():
+    assert first_difference(None, [1], [2, 3], [2, 3], 8) is None
+    assert Comparison([], None, None, None).verdict == "identical: yes"
