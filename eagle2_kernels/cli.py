@@ -125,23 +125,28 @@ def tree(
 
     decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
     step = decoder.draft_step(_encode(decoder, _read(prompt), raw))
-    nodes: dict[int, Tree] = {}
-    for node in step.nodes:
-        label = Text(repr(_token_text(decoder, node.token)))
-        label.append(f"  {node.probability:.3f}", style="dim")
-        if node.accepted:
+    root = int(step.tree.draft_tokens[0, 0])
+    nodes = {-1: Tree(Text(repr(_token_text(decoder, root))))}
+    # A candidate is drawn when it was kept, or when its parent was and it lost to the kept ones.
+    for index, candidate in enumerate(step.candidates):
+        parent = nodes.get(candidate.parent)
+        if parent is None or candidate.probability == 0:
+            continue
+        label = Text(f"{_token_text(decoder, candidate.token)!r}  {candidate.probability:.3f}")
+        if candidate.slot in step.accepted:
             label.stylize("bold green")
-            label.append("  accepted", style="green")
-        elif node.pruned:
-            label.stylize("strike dim")
-            label.append("  pruned", style="dim")
-        parent = nodes.get(node.parent)
-        nodes[node.index] = Tree(label) if parent is None else parent.add(label)
-    console.print(nodes[step.nodes[0].index])
-    bonus = _token_text(decoder, step.bonus_token)
+            label.append("  accepted")
+        elif candidate.slot < 0:
+            label.stylize("dim")
+            label.append("  pruned")
+        node = parent.add(label)
+        if candidate.slot >= 0:
+            nodes[index] = node
+    console.print(nodes[-1])
+    drafted = int(step.tree.num_nodes[0]) - 1
     console.print(
-        f"{step.accept_length} of {step.drafted} drafted tokens accepted; "
-        f"the target's next token is {bonus!r}"
+        f"{len(step.accepted) - 1} of {drafted} drafted tokens accepted; the target's own next "
+        f"token is {_token_text(decoder, step.emitted[-1])!r}"
     )
 
 
