@@ -1,5 +1,5 @@
-// What every CPU op needs around its kernel: strided views of stable-ABI tensors, errors that name the argument, and
-// threads. Nothing here calls an ATen compute op.
+// What every CPU op needs around its kernel: strided views of stable-ABI tensors, errors that name
+// the argument, and threads. Nothing here calls an ATen compute op.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -19,7 +19,8 @@ namespace eagle2 {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Throws std::runtime_error with the parts written one after another; PyTorch turns it into a RuntimeError.
+// Throws std::runtime_error with the parts written one after another; PyTorch turns it into a
+// RuntimeError.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream text;
@@ -52,7 +53,7 @@ struct View {
 namespace detail {
 
 template <typename T, int Rank>
-View<T, Rank> make_view(const Tensor& tensor, const char* name, T* data) {
+View<T, Rank> make_view(const Tensor& tensor, T* data) {
   View<T, Rank> view;
   view.data = data;
   const auto sizes = tensor.sizes();
@@ -82,14 +83,13 @@ void check_type(const Tensor& tensor, const char* name) {
 template <typename T, int Rank>
 View<const T, Rank> view(const Tensor& tensor, const char* name) {
   detail::check_type<T, Rank>(tensor, name);
-  return detail::make_view<const T, Rank>(tensor, name,
-                                          static_cast<const T*>(tensor.const_data_ptr()));
+  return detail::make_view<const T, Rank>(tensor, static_cast<const T*>(tensor.const_data_ptr()));
 }
 
 template <typename T, int Rank>
 View<T, Rank> mutable_view(const Tensor& tensor, const char* name) {
   detail::check_type<T, Rank>(tensor, name);
-  return detail::make_view<T, Rank>(tensor, name, static_cast<T*>(tensor.mutable_data_ptr()));
+  return detail::make_view<T, Rank>(tensor, static_cast<T*>(tensor.mutable_data_ptr()));
 }
 
 // View of an optional argument; without one, `data` is null.
@@ -110,7 +110,8 @@ void check_shape(const View<T, Rank>& view, const char* name, std::initializer_l
   }
 }
 
-// Runs `body(begin, end)` over [0, count) on PyTorch's own threads. The body must not throw: check arguments first.
+// Runs `body(begin, end)` over [0, count) on PyTorch's own threads. The body must not throw: check
+// arguments first.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain) {
