@@ -1,0 +1,632 @@
+r"""The decoding loop: draft a tree, verify it in one target forward, commit the accepted path.
+
+::
+
+    head --logits--> expand_topk, extend_draft_tree  (x max_depth)  --candidates--> build_tree
+    target --logits--> sample_and_verify --> compact_kv, prefix_lens += accept_length + 1
+
+Shapes are the same at every step, and the only thing a step reads back is the tokens it emitted.
+Plain decoding (`EagleDecoder.generate_plain`) is the same loop without the tree. The noise of a
+sampled token belongs to its position, so both emit the same tokens from the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .cache import compact_kv
+from .expand import expand_topk, extend_draft_tree
+from .flatten import build_tree
+from .generation import Batch, Generation, Generations, Request, SamplingParams, Stats, check_count
+from .models.draft import DraftCache, grow_level, new_draft_cache, refeed, take_rows
+from .seed import VerifiedTree, eagle2_generate_tree, verify_with_target
+from .tree import DraftTree
+from .verify import sample_and_verify, sample_tokens
+
+if TYPE_CHECKING:
+    from .models.heads import EagleHead
+    from .models.target import SlotCache, TargetModel
+
+__all__ = [
+    "DraftCandidate",
+    "DraftStep",
+    "EagleDecoder",
+    "Generation",
+    "Generations",
+    "SamplingParams",
+    "Stats",
+    "TreeConfig",
+    "VerifiedTree",
+    "eagle2_generate_tree",
+    "verify_with_target",
+]
+
+_PREFILL_ROWS = 512
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Shape of the draft tree.
+
+    ``max_nodes`` slots, root included; ``top_k`` children per node and rows per level;
+    ``max_depth`` levels. Raises ValueError for a value below 1.
+    """
+
+    max_nodes: int = 16
+    top_k: int = 4
+    max_depth: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("max_nodes", "top_k", "max_depth"):
+            check_count(name, getattr(self, name))
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of all levels: K + (max_depth - 1) K^2."""
+        return self.top_k + (self.max_depth - 1) * self.top_k**2
+
+
+class DraftCandidate(NamedTuple):
+    """One drafted token: ``parent`` is a candidate or -1 (root), ``slot`` is -1 if pruned."""
+
+    level: int
+    token: int
+    parent: int
+    probability: float
+    slot: int
+
+
+class DraftStep(NamedTuple):
+    """One step of one request, read back: what was drafted, kept, and accepted.
+
+    ``prompt`` is followed by the root; ``candidates`` lists all levels' candidates in the order of
+    `build_tree`'s input; ``accepted`` are the accepted path's slots, root first; ``emitted`` the
+    tokens committed after the root, bonus last.
+    """
+
+    prompt: list[int]
+    tree: DraftTree
+    candidates: list[DraftCandidate]
+    accepted: list[int]
+    emitted: list[int]
+
+
+@dataclass
+class _State:
+    """A batch on the device. ``pending`` are the true pairs the head has not seen yet."""
+
+    cache: SlotCache
+    draft_cache: DraftCache
+    seeds: Tensor  # [B] int64
+    filters: dict[str, Tensor]
+    prefix_lens: Tensor  # [B] int32
+    roots: Tensor  # [B] int64
+    root_hidden: Tensor | None = None  # [B, 1, H], the head's output at the root's row
+    pending: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+class _Candidates(NamedTuple):
+    """All levels' candidates, [B, M] each."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+
+
+class EagleDecoder:
+    """Lossless decoding with EAGLE-2 trees, and plain decoding on the same stack.
+
+    Args:
+        target: a `TargetModel`, or a transformers causal LM to make one of.
+        head: the draft head; bound to the target if it is not bound yet.
+        tokenizer: needed for prompts given as text, for text in results, and for stop strings.
+        config: shape of the draft tree.
+
+    Raises:
+        ValueError: the head's hidden size, vocabulary or device is not the target's.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel | nn.Module,
+        head: EagleHead,
+        tokenizer: Any = None,
+        config: TreeConfig | None = None,
+    ) -> None:
+        self.target = _as_target(target)
+        self.head = head
+        self.tokenizer = tokenizer
+        self.config = TreeConfig() if config is None else config
+        _check_pair(self.target, head)
+        if head.embed_weight is None or head.lm_head_weight is None:
+            head.bind(self.target.hf_model)
+        # The caches of the last call, taken by the next one that fits into them.
+        self._idle: tuple[SlotCache, DraftCache] | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | os.PathLike[str],
+        draft: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        config: TreeConfig | None = None,
+    ) -> EagleDecoder:
+        """Load a target (directory or hub name) with its tokenizer, and a head (directory)."""
+        from .models.heads import EagleHead
+        from .models.target import load_target_model
+
+        model, tokenizer = load_target_model(target, dtype=dtype, device=device)
+        head = EagleHead.from_pretrained(draft, model.hf_model, dtype=model.dtype)
+        return cls(model, head.eval(), tokenizer, config)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] = (),
+        eos_token_ids: Sequence[int] | None = None,
+        config: TreeConfig | None = None,
+        keep_logits: bool = False,
+    ) -> Any:
+        """Continue each prompt, several tokens per target forward.
+
+        Args:
+            prompts: text or token ids of one request, or a list of such.
+            max_new_tokens: most tokens per request; the end of the position table may come first.
+            sampling: greedy by default.
+            stop: strings that end a request; the text is cut before the first one found. They are
+                looked for in the text without special tokens.
+            eos_token_ids: ids that end a request; the model's by default, () for none.
+            config: another tree than the decoder's.
+            keep_logits: keep the logits behind every token in `Generation.logits`.
+
+        Returns:
+            A `Generation` for one request, `Generations` for a list.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, a prompt that leaves no room
+                in the position table, text or ``stop`` without a tokenizer.
+        """
+        batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, keep_logits)
+        for _ in self._tree_steps(batch, config or self.config):
+            pass
+        return batch.results()
+
+    def generate_plain(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] = (),
+        eos_token_ids: Sequence[int] | None = None,
+        pad_rows: int = 1,
+        keep_logits: bool = False,
+    ) -> Any:
+        """`generate`, one token per target forward.
+
+        ``pad_rows`` gives each request that many rows per forward, all but the first empty: for
+        comparing bits, because matrix products of one row may round differently from a tree's.
+        """
+        check_count("pad_rows", pad_rows)
+        batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, keep_logits)
+        for _ in self._plain_steps(batch, pad_rows):
+            pass
+        return batch.results()
+
+    def stream(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] = (),
+        eos_token_ids: Sequence[int] | None = None,
+        config: TreeConfig | None = None,
+        plain: bool = False,
+    ) -> Iterator[Any]:
+        """Yield each step's new text (token ids without a tokenizer); arguments of `generate`.
+
+        One prompt yields pieces, a list of prompts yields a list of pieces per step. A character
+        whose bytes are not complete, and text that may turn out to begin a stop string, waits for a
+        later step; the pieces together are `generate`'s text.
+        """
+        follow = self.tokenizer is not None
+        batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, False, follow)
+        config = config or self.config
+        steps = self._plain_steps(batch, 1) if plain else self._tree_steps(batch, config)
+        return _pieces(batch, steps)
+
+    @torch.inference_mode()
+    def draft_step(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        config: TreeConfig | None = None,
+    ) -> DraftStep:
+        """Prefill one prompt, draft and verify one tree, and read it all back to look at.
+
+        The candidates of pruned nodes are listed too. Raises as `generate` does.
+        """
+        config = config or self.config
+        batch = self._batch(prompt, config.max_depth + 2, sampling, (), (), False)
+        request = batch.requests[0]
+        with self._device_state(batch, config.max_nodes, config) as state:
+            self._prefill(batch, state, draft=True)
+            if not batch.active:
+                raise ValueError("prompt: expected room in the position table for a second token")
+            tree, candidates = self._draft(batch, state, config)
+            accept_index, emitted = self._verify(batch, state, config, tree)
+        return DraftStep(
+            request.prompt,
+            tree,
+            _list_candidates(tree, candidates, config.top_k),
+            [slot for slot in accept_index[0].tolist() if slot >= 0],
+            emitted[0],
+        )
+
+    def _batch(
+        self,
+        prompts: Any,
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        stop: str | Sequence[str],
+        eos_token_ids: Sequence[int] | None,
+        keep_logits: bool,
+        follow_text: bool = False,
+    ) -> Batch:
+        check_count("max_new_tokens", max_new_tokens)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
+        if stops and self.tokenizer is None:
+            raise ValueError("stop: stop strings need a tokenizer, this decoder has none")
+        eos = self.target.eos_token_ids() if eos_token_ids is None else list(eos_token_ids)
+        single, ids = self._token_ids(prompts)
+        table = self.target.max_positions
+        requests = []
+        for i, prompt in enumerate(ids):
+            room = max_new_tokens if table is None else min(max_new_tokens, table - len(prompt))
+            if room < 1:
+                raise ValueError(
+                    f"prompts[{i}]: expected fewer than {table} tokens (the model's position "
+                    f"table), got {len(prompt)}"
+                )
+            requests.append(
+                Request(
+                    prompt=prompt,
+                    wanted=room,
+                    short=room < max_new_tokens,
+                    eos=frozenset(eos),
+                    stops=stops,
+                    tokenizer=self.tokenizer,
+                    follow_text=follow_text or bool(stops),
+                )
+            )
+        return Batch(requests, single, sampling or SamplingParams(), keep_logits)
+
+    def _token_ids(self, prompts: Any) -> tuple[bool, list[list[int]]]:
+        """Whether one request was given, and every request's ids."""
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        single = isinstance(prompts, str) or _is_ids(prompts)
+        items = [prompts] if single else prompts
+        if not isinstance(items, (list, tuple)) or not items:
+            raise ValueError(
+                f"prompts: expected text, token ids, or a non-empty list of such, got {prompts!r}"
+            )
+        ids = []
+        for i, item in enumerate(items):
+            if isinstance(item, str):
+                if self.tokenizer is None:
+                    raise ValueError(f"prompts[{i}]: text needs a tokenizer, this decoder has none")
+                item = self.tokenizer(item)["input_ids"]
+            elif isinstance(item, Tensor):
+                item = item.tolist()
+            if not _is_ids(item):
+                raise ValueError(f"prompts[{i}]: expected at least one token, got {item!r}")
+            strange = [t for t in item if not 0 <= t < self.target.vocab_size]
+            if strange:
+                raise ValueError(
+                    f"prompts[{i}]: expected ids in [0, {self.target.vocab_size}), got {strange[0]}"
+                )
+            ids.append(list(item))
+        return single, ids
+
+    @torch.inference_mode()
+    def _tree_steps(self, batch: Batch, config: TreeConfig) -> Iterator[None]:
+        with self._device_state(batch, config.max_nodes, config) as state:
+            self._prefill(batch, state, draft=True)
+            yield
+            while batch.active:
+                tree, _ = self._draft(batch, state, config)
+                self._verify(batch, state, config, tree)
+                yield
+
+    @torch.inference_mode()
+    def _plain_steps(self, batch: Batch, rows: int) -> Iterator[None]:
+        with self._device_state(batch, rows, None) as state:
+            self._prefill(batch, state, draft=False)
+            yield
+            device, b = self.target.device, len(batch)
+            tokens = torch.zeros(b, rows, dtype=torch.int64, device=device)
+            mask = depths = None
+            if rows > 1:
+                # Every row but the first sees nothing.
+                mask = torch.zeros(b, rows, (rows + 63) // 64, dtype=torch.int64, device=device)
+                mask[:, 0, 0] = 1
+                depths = torch.zeros(b, rows, dtype=torch.int32, device=device)
+            while batch.active:
+                start = time.perf_counter()
+                alive = torch.tensor(batch.alive(), dtype=torch.int32, device=device)
+                tokens[:, 0] = state.roots
+                positions = state.prefix_lens.long()[:, None].expand(b, rows).contiguous()
+                features = self.target.forward(
+                    state.cache,
+                    tokens,
+                    positions,
+                    state.prefix_lens,
+                    tree_mask=mask,
+                    depths=depths,
+                    lengths=alive,
+                )
+                logits = self.target.logits(features)[:, :1]
+                sampled = sample_tokens(logits, positions[:, :1], state.seeds, **state.filters)
+                state.roots = sampled[:, 0]
+                state.prefix_lens = state.prefix_lens + alive
+                kept = batch.take(sampled.tolist())
+                if batch.keep_logits:
+                    _keep_logits(batch, logits, kept)
+                batch.spend("verify", start)
+                yield
+
+    def _prefill(self, batch: Batch, state: _State, draft: bool) -> None:
+        """Prompts through the target and their pairs through the head; the first new tokens.
+
+        Chunks of all prompts go together, each row padded at its end.
+        """
+        start = time.perf_counter()
+        device, lens = self.target.device, [len(r.prompt) for r in batch.requests]
+        b, longest = len(batch), max(lens)
+        # The token after position i is column i + 1: one column more than the longest prompt.
+        tokens = torch.zeros(b, longest + 1, dtype=torch.int64)
+        for i, request in enumerate(batch.requests):
+            tokens[i, : lens[i]] = torch.tensor(request.prompt)
+        tokens = tokens.to(device)
+        totals = torch.tensor(lens, dtype=torch.int32, device=device)
+        last = totals.long() - 1
+        root_logits: list[Tensor | None] = [None] * b
+        for first in range(0, longest, _PREFILL_ROWS):
+            width = min(_PREFILL_ROWS, longest - first)
+            columns = torch.arange(first, first + width, device=device)
+            before, lengths = totals.clamp(max=first), (totals - first).clamp(0, width)
+            features = self.target.forward(
+                state.cache,
+                tokens[:, first : first + width].contiguous(),
+                # Padding repeats the last position, so a position table is never overrun.
+                torch.minimum(columns, last[:, None]),
+                before,
+                lengths=lengths,
+            )
+            ending = [i for i, n in enumerate(lens) if first < n <= first + width]
+            rows = torch.tensor(ending, dtype=torch.int64, device=device)
+            if ending:
+                at = last[rows]
+                logits = self.target.logits(features[rows, at - first][:, None])
+                filters = {name: value[rows] for name, value in state.filters.items()}
+                sampled = sample_tokens(logits, at[:, None], state.seeds[rows], **filters)
+                tokens[rows, at + 1] = sampled[:, 0]
+                for i, row in zip(ending, logits, strict=True):
+                    root_logits[i] = row
+            if draft:
+                following = tokens[:, first + 1 : first + 1 + width].contiguous()
+                hidden = refeed(self.head, state.draft_cache, following, features, before, lengths)
+                if state.root_hidden is None:
+                    state.root_hidden = hidden.new_zeros(b, 1, hidden.shape[-1])
+                if ending:
+                    state.root_hidden[rows, 0] = hidden[rows, at - first]
+        state.prefix_lens = totals
+        state.roots = tokens.gather(1, last[:, None] + 1)[:, 0]
+        batch.take([[token] for token in state.roots.tolist()], forward=False)
+        if batch.keep_logits:
+            for request, row in zip(batch.requests, root_logits, strict=True):
+                assert row is not None
+                request.logits.append(row)
+        batch.spend("prefill", start)
+
+    def _draft(
+        self, batch: Batch, state: _State, config: TreeConfig
+    ) -> tuple[DraftTree, _Candidates]:
+        """Grow ``max_depth`` levels from the root's row, then keep the best ``max_nodes`` nodes."""
+        start = time.perf_counter()
+        head, k = self.head, config.top_k
+        device, b = self.target.device, len(batch)
+        if state.pending is not None:
+            state.root_hidden = self._refeed(state, *state.pending)
+            state.pending = None
+        hidden = state.root_hidden
+        assert hidden is not None
+        words = max(((config.max_depth - 1) * k + 63) // 64, 1)
+        mask = torch.zeros(b, k, words, dtype=torch.int64, device=device)
+        parents = torch.empty(b, config.num_candidates, dtype=torch.int32, device=device)
+        scores = torch.zeros(b, 1, dtype=torch.float32, device=device)
+        beam = torch.zeros(b, k, dtype=torch.int64, device=device)
+        beam_tokens = beam
+        beam_rows = torch.zeros(b, k, dtype=torch.int32, device=device)
+        levels = []
+        for level in range(config.max_depth):
+            mask = extend_draft_tree(parents, mask, beam, level)
+            if level > 0:
+                hidden = grow_level(
+                    head,
+                    state.draft_cache,
+                    beam_tokens,
+                    take_rows(hidden, beam_rows),
+                    state.prefix_lens,
+                    mask,
+                    level - 1,
+                )
+            tokens, token_scores, beam, beam_tokens, scores, beam_rows = expand_topk(
+                head.logits(hidden), scores, k, head.draft_to_target
+            )
+            levels.append((tokens, token_scores))
+        candidates = _Candidates(
+            torch.cat([tokens for tokens, _ in levels], dim=1),
+            torch.cat([token_scores for _, token_scores in levels], dim=1),
+            parents,
+        )
+        limits = torch.tensor(batch.limits(config.max_nodes), dtype=torch.int32, device=device)
+        tree = build_tree(state.roots, state.prefix_lens, *candidates, config.max_nodes, limits)
+        batch.spend("draft", start)
+        return DraftTree(*tree), candidates
+
+    def _refeed(self, state: _State, tokens: Tensor, features: Tensor, lengths: Tensor) -> Tensor:
+        """The committed pairs through the head; [B, 1, H] its output at the root's, the last."""
+        before = state.prefix_lens - lengths
+        hidden = refeed(self.head, state.draft_cache, tokens, features, before, lengths)
+        return take_rows(hidden, (lengths - 1).clamp(min=0)[:, None])
+
+    def _verify(
+        self, batch: Batch, state: _State, config: TreeConfig, tree: DraftTree
+    ) -> tuple[Tensor, list[list[int]]]:
+        """One target forward of the tree; the path the target agrees with joins the prefix.
+
+        Returns the path's slots [B, max_depth + 1] and the tokens kept.
+        """
+        start = time.perf_counter()
+        features = self.target.forward(
+            state.cache,
+            tree.draft_tokens,
+            tree.position_ids,
+            state.prefix_lens,
+            tree_mask=tree.tree_mask,
+            depths=tree.depths,
+            lengths=tree.num_nodes,
+        )
+        logits = self.target.logits(features)
+        emitted, accept_index, accept_length, bonus = sample_and_verify(
+            logits,
+            tree.position_ids,
+            state.seeds,
+            tree.draft_tokens,
+            tree.first_child,
+            tree.next_sibling,
+            config.max_depth,
+            tree.num_nodes,
+            **state.filters,
+        )
+        compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)
+        taken = accept_length + 1
+        path = accept_index.clamp(min=0)
+        state.prefix_lens = state.prefix_lens + taken
+        # A request that stands still keeps its root; its bonus token is -1.
+        state.roots = torch.where(taken > 0, bonus, state.roots)
+        state.pending = (emitted.clamp(min=0), take_rows(features, path), taken)
+        # The step's one read: -1 past the accepted path.
+        kept = batch.take([[t for t in row if t >= 0] for row in emitted.tolist()])
+        if batch.keep_logits:
+            _keep_logits(batch, take_rows(logits, path), kept)
+        batch.spend("verify", start)
+        return accept_index, kept
+
+    @contextmanager
+    def _device_state(self, batch: Batch, rows: int, config: TreeConfig | None) -> Iterator[_State]:
+        """A state with room for every request's tokens and ``rows`` spare slots past them."""
+        b = len(batch)
+        most = max(len(r.prompt) + r.wanted for r in batch.requests)
+        draft_rows = 0 if config is None else config.top_k * config.max_depth
+        caches = self._take_caches(b, most + max(rows, draft_rows, 1))
+        device = self.target.device
+        unset = torch.zeros(b, dtype=torch.int64, device=device)
+        try:
+            yield _State(
+                cache=caches[0].narrow(b),
+                draft_cache=caches[1].narrow(b),
+                seeds=torch.tensor(batch.seeds, dtype=torch.int64, device=device),
+                filters=batch.sampling.tensors(b, device),
+                prefix_lens=unset.int(),
+                roots=unset,
+            )
+        finally:
+            self._idle = caches
+
+    def _take_caches(self, batch: int, capacity: int) -> tuple[SlotCache, DraftCache]:
+        """The idle caches when they are large enough, else new ones (they grow between calls)."""
+        idle, self._idle = self._idle, None
+        if idle is not None and idle[0].batch >= batch and idle[0].capacity >= capacity:
+            return idle
+        capacity = math.ceil(capacity / 256) * 256
+        return (
+            self.target.new_cache(batch, capacity),
+            new_draft_cache(self.head, batch, capacity),
+        )
+
+
+def _as_target(target: TargetModel | nn.Module) -> TargetModel:
+    from .models.target import TargetModel
+
+    return target if isinstance(target, TargetModel) else TargetModel(target)
+
+
+def _check_pair(target: TargetModel, head: EagleHead) -> None:
+    for name, expected, got in (
+        ("hidden_size", target.hidden_size, head.config.hidden_size),
+        ("vocab_size", target.vocab_size, head.config.vocab_size),
+        ("device", target.device, head.fc.weight.device),
+    ):
+        if expected != got:
+            raise ValueError(f"head: expected the target's {name} {expected}, got {got}")
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    )
+
+
+def _keep_logits(batch: Batch, logits: Tensor, kept: list[list[int]]) -> None:
+    for request, rows, tokens in zip(batch.requests, logits, kept, strict=True):
+        request.logits.append(rows[: len(tokens)].clone())
+
+
+def _pieces(batch: Batch, steps: Iterator[None]) -> Iterator[Any]:
+    for _ in steps:
+        pieces = batch.take_pieces()
+        if pieces if batch.single else any(pieces):
+            yield pieces
+
+
+def _list_candidates(tree: DraftTree, drafted: _Candidates, top_k: int) -> list[DraftCandidate]:
+    """All candidates of request 0; a kept one is the child of its parent's slot with its token."""
+    count = int(tree.num_nodes[0])
+    slot_of = {
+        (parent, token): slot
+        for slot, (parent, token) in enumerate(
+            zip(tree.parents[0].tolist(), tree.draft_tokens[0].tolist(), strict=True)
+        )
+        if 0 < slot < count
+    }
+    slots = {-1: 0}
+    candidates = []
+    for i, (token, score, parent) in enumerate(zip(*(t[0].tolist() for t in drafted), strict=True)):
+        alive = score > -math.inf and slots[parent] >= 0
+        slots[i] = slot_of.get((slots[parent], token), -1) if alive else -1
+        level = 0 if i < top_k else 1 + (i - top_k) // top_k**2
+        candidates.append(DraftCandidate(level, token, parent, math.exp(score), slots[i]))
+    return candidates

@@ -1,0 +1,365 @@
+"""Requests and results: what the host keeps about a call of the decoder.
+
+Tokens arrive here step by step, as many as the target accepted. A request takes them one at a time
+and stops at the first that ends it, so the cut is the same however many came at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "Generation", "Generations", "SamplingParams", "Stats", "TextStream"]
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target's tokens are chosen; the default is greedy.
+
+    ``temperature`` 0 takes the argmax. Otherwise logits are divided by it, then cut by ``top_k``
+    (0: off), ``top_p`` (1: off) and ``min_p`` (0: off) in this order. Request i of a call uses
+    ``seed + i``; None draws a seed from torch's global generator and the statistics report it.
+    Raises ValueError for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf):
+            raise ValueError(f"temperature: expected a finite value >= 0, got {self.temperature}")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k: expected an integer >= 0, got {self.top_k!r}")
+        if not (0 < self.top_p <= 1):
+            raise ValueError(f"top_p: expected a value in (0, 1], got {self.top_p}")
+        if not (0 <= self.min_p <= 1):
+            raise ValueError(f"min_p: expected a value in [0, 1], got {self.min_p}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed: expected a 64-bit integer or None, got {self.seed}")
+
+    def seeds(self, count: int) -> list[int]:
+        """One 64-bit seed (as a signed integer) per request."""
+        first = int(torch.randint(2**62, ())) if self.seed is None else self.seed
+        return [(first + i + 2**63) % 2**64 - 2**63 for i in range(count)]
+
+    def tensors(self, batch: int, device: torch.device) -> dict[str, Tensor]:
+        """Keyword arguments of `sample_tokens`: [B] tensors of the filters that are on."""
+        if self.temperature == 0:
+            return {}
+        values = {
+            "temperature": (self.temperature, 0.0, torch.float32),
+            "top_k": (self.top_k, 0, torch.int32),
+            "top_p": (self.top_p, 1.0, torch.float32),
+            "min_p": (self.min_p, 0.0, torch.float32),
+        }
+        return {
+            name: torch.full((batch,), value, dtype=dtype, device=device)
+            for name, (value, off, dtype) in values.items()
+            if value != off
+        }
+
+
+@dataclass
+class Stats:
+    """What a generation cost.
+
+    Attributes:
+        new_tokens: tokens emitted, EOS included.
+        target_forwards: target forwards after prefill.
+        accept_length: tokens emitted after the first / target forwards; 0 without a forward.
+        accept_histogram: entry i counts the forwards that emitted i + 1 tokens.
+        seconds: wall time of the whole call by phase (``prefill``, ``draft``, ``verify``,
+            ``total``). On a GPU the host waits only for emitted tokens: ``verify`` holds the wait.
+        seeds: the seed of each request.
+    """
+
+    new_tokens: int = 0
+    target_forwards: int = 0
+    accept_length: float = 0.0
+    accept_histogram: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Generation:
+    """One request's result.
+
+    Attributes:
+        token_ids: new tokens, EOS and the token that completed a stop string included.
+        text: their text without special tokens, cut before a stop string; "" without a tokenizer.
+        stats: see `Stats`.
+        finish_reason: ``"eos"``, ``"stop"``, ``"length"`` (max_new_tokens) or ``"positions"`` (the
+            end of the model's position table).
+        logits: [new_tokens, V] the target's logits behind each token, where asked for.
+    """
+
+    token_ids: list[int]
+    text: str
+    stats: Stats
+    finish_reason: str
+    logits: Tensor | None = None
+
+
+class Generations(list[Generation]):
+    """Results of several requests, in order, with ``stats`` of the batch.
+
+    The batch's ``target_forwards`` counts the forwards that were run; its ``accept_length`` is the
+    mean over all requests' forwards.
+    """
+
+    stats: Stats
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Each request's new tokens."""
+        return [g.token_ids for g in self]
+
+    @property
+    def text(self) -> list[str]:
+        """Each request's text."""
+        return [g.text for g in self]
+
+
+class TextStream:
+    """Token ids in, text out, never half a character.
+
+    `push` returns the text that became final; text that ends inside a multi-byte character waits.
+    The pieces together are the text of all ids decoded at once.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # ids[:_done] are out. Decoding restarts at _start, one piece earlier, because a token's
+        # text may depend on its left neighbour (the space before a word).
+        self._start = 0
+        self._done = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that the new tokens complete."""
+        self._ids.extend(token_ids)
+        return self._advance(hold_back=True)
+
+    def flush(self) -> str:
+        """What is left; an incomplete character becomes U+FFFD."""
+        return self._advance(hold_back=False)
+
+    def _advance(self, hold_back: bool) -> str:
+        shown = decode_text(self._tokenizer, self._ids[self._start : self._done])
+        text = decode_text(self._tokenizer, self._ids[self._start :])
+        if len(text) <= len(shown) or (hold_back and text.endswith("\ufffd")):
+            return ""
+        self._start, self._done = self._done, len(self._ids)
+        return text[len(shown) :]
+
+
+def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of ``ids`` without special tokens, spaces as the tokens have them."""
+    if not ids:
+        return ""
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@dataclass
+class Request:
+    """One prompt, what it wants, and what it has got so far.
+
+    ``wanted`` tokens at most; ``short`` when the position table, not the caller, set that number.
+    ``text`` grows with the tokens only when someone looks at it (``follow_text``).
+    """
+
+    prompt: list[int]
+    wanted: int
+    short: bool
+    eos: frozenset[int]
+    stops: list[str]
+    tokenizer: Any
+    follow_text: bool
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    text: str = ""
+    shown: int = 0
+    histogram: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stream = TextStream(self.tokenizer) if self.follow_text else None
+
+    def take(self, tokens: list[int], forward: bool) -> list[int]:
+        """Accept a step's tokens up to the one that ends the request; returns those kept.
+
+        ``forward`` says that a target forward after prefill brought them, for the histogram.
+        """
+        if self.finish_reason or not tokens:
+            return []
+        before = len(self.tokens)
+        for token in tokens:
+            self.tokens.append(token)
+            self.finish_reason = self._ending(token)
+            if self.finish_reason:
+                break
+        kept = self.tokens[before:]
+        if forward:
+            self.histogram += [0] * (len(kept) - len(self.histogram))
+            self.histogram[len(kept) - 1] += 1
+        return kept
+
+    def take_piece(self) -> Any:
+        """Text that is certain by now and was not taken yet (ids without a tokenizer)."""
+        if self._stream is None:
+            piece, self.shown = self.tokens[self.shown :], len(self.tokens)
+            return piece
+        end = len(self.text)
+        if not self.finish_reason:
+            end -= max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        piece, self.shown = self.text[self.shown : end], max(end, self.shown)
+        return piece
+
+    def final_text(self) -> str:
+        """Text of the tokens, cut before a stop string."""
+        if self.finish_reason == "stop":
+            return self.text
+        return "" if self.tokenizer is None else decode_text(self.tokenizer, self.tokens)
+
+    def _ending(self, token: int) -> str:
+        """Why ``token`` is the last one, or "" when it is not."""
+        if self._follow(token):
+            return "stop"
+        if token in self.eos:
+            reason = "eos"
+        elif len(self.tokens) >= self.wanted:
+            reason = "positions" if self.short else "length"
+        else:
+            return ""
+        if self._stream is not None:
+            self.text += self._stream.flush()
+        return reason
+
+    def _follow(self, token: int) -> bool:
+        """Extend the text; cut it and return True when a stop string is complete."""
+        if self._stream is None:
+            return False
+        old = len(self.text)
+        self.text += self._stream.push([token])
+        found = [
+            at
+            for stop in self.stops
+            if (at := self.text.find(stop, max(0, old - len(stop) + 1))) >= 0
+        ]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Batch:
+    """The requests of one call, and the clock."""
+
+    def __init__(
+        self, requests: list[Request], single: bool, sampling: SamplingParams, keep_logits: bool
+    ) -> None:
+        self.requests = requests
+        self.single = single
+        self.sampling = sampling
+        self.seeds = sampling.seeds(len(requests))
+        self.keep_logits = keep_logits
+        self.forwards = 0
+        self.seconds = {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
+        self._start = time.perf_counter()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def active(self) -> bool:
+        """Whether any request still wants tokens."""
+        return any(not r.finish_reason for r in self.requests)
+
+    def alive(self) -> list[int]:
+        """1 for a request that still wants tokens, 0 for one that stands still."""
+        return [int(not r.finish_reason) for r in self.requests]
+
+    def limits(self, max_nodes: int) -> list[list[int]]:
+        """`build_tree`'s limits: slots (0 stands still), and no deeper than tokens are wanted.
+
+        A path of depth d emits d + 1 tokens, so its deepest position stays inside the position
+        table whenever ``wanted`` does.
+        """
+        return [
+            [0, 0] if r.finish_reason else [max_nodes, r.wanted - len(r.tokens) - 1]
+            for r in self.requests
+        ]
+
+    def spend(self, phase: str, since: float) -> None:
+        """Add the time since ``since`` to a phase."""
+        self.seconds[phase] += time.perf_counter() - since
+
+    def take(self, emitted: list[list[int]], forward: bool = True) -> list[list[int]]:
+        """Hand each request its step's tokens; returns those kept."""
+        self.forwards += forward
+        return [r.take(t, forward) for r, t in zip(self.requests, emitted, strict=True)]
+
+    def take_pieces(self) -> Any:
+        """Each request's certain new text; that of the only one when one prompt was given."""
+        pieces = [r.take_piece() for r in self.requests]
+        return pieces[0] if self.single else pieces
+
+    def results(self) -> Generation | Generations:
+        """The finished requests' results."""
+        seconds = {**self.seconds, "total": time.perf_counter() - self._start}
+        results = Generations()
+        for request, seed in zip(self.requests, self.seeds, strict=True):
+            stats = _stats(len(request.tokens), [request.histogram], seconds, [seed])
+            results.append(
+                Generation(
+                    list(request.tokens),
+                    request.final_text(),
+                    stats,
+                    request.finish_reason,
+                    torch.cat(request.logits) if self.keep_logits else None,
+                )
+            )
+        if self.single:
+            return results[0]
+        new_tokens = sum(len(r.tokens) for r in self.requests)
+        histograms = [r.histogram for r in self.requests]
+        results.stats = _stats(new_tokens, histograms, seconds, self.seeds)
+        results.stats.target_forwards = self.forwards
+        return results
+
+
+def _stats(
+    new_tokens: int, histograms: list[list[int]], seconds: dict[str, float], seeds: list[int]
+) -> Stats:
+    longest = max((len(h) for h in histograms), default=0)
+    total = [sum(h[i] for h in histograms if i < len(h)) for i in range(longest)]
+    forwards = sum(total)
+    emitted = sum((i + 1) * n for i, n in enumerate(total))
+    return Stats(
+        new_tokens=new_tokens,
+        target_forwards=forwards,
+        accept_length=emitted / forwards if forwards else 0.0,
+        accept_histogram=total,
+        seconds=dict(seconds),
+        seeds=list(seeds),
+    )

@@ -1,0 +1,501 @@
+"""The target: a Hugging Face causal LM, unchanged, over a slot cache and tree attention.
+
+Transformers lets a library register an attention function by name. Ours stores the new keys and
+values behind each request's prefix and calls `tree_attention`; everything else (embedding,
+rotation, norms, projections, lm_head) is the model's own code. What the forward needs to know about
+this call travels in one keyword argument, so there is no global state, and the model's attention
+implementation is what it was whenever no forward of ours is running.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..attention import tree_attention
+from ..cache import write_kv
+
+__all__ = ["SlotCache", "TargetModel", "load_target_model"]
+
+# The forward's attention has no entry in AttentionMaskInterface: transformers then builds no mask
+# (and skips a check for packed sequences that reads positions back to the host). The probe's
+# attention has one, which sees what mask every layer asks for.
+_ATTENTION = "eagle2_tree"
+_PROBE = "eagle2_probe"
+_KEYWORD = "eagle2"
+
+# Arguments of attention functions that say nothing `tree_attention` would have to honour.
+_HARMLESS = frozenset(
+    {"dropout", "scaling", "position_ids", "use_cache", "cache_position", "output_attentions"}
+    | {"output_hidden_states", "is_causal", "sliding_window", "softcap", "return_dict", _KEYWORD}
+)
+
+
+@dataclass
+class _Layer:
+    """What one layer's attention is, as the probe saw it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    softcap: float
+    window: int | None
+
+
+@dataclass
+class SlotCache:
+    """Keys and values of all layers, [B, S, Hkv, D] each: slot s of request b holds position s.
+
+    ``tensors`` lists k and v of layer 0, then of layer 1, ...: what `compact_kv` takes.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    tensors: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = [t for pair in zip(self.k, self.v, strict=True) for t in pair]
+
+    @property
+    def batch(self) -> int:
+        """Requests the cache has room for."""
+        return self.k[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Slots per request."""
+        return self.k[0].shape[1]
+
+    def narrow(self, batch: int) -> SlotCache:
+        """The first ``batch`` requests, as views."""
+        return SlotCache([k[:batch] for k in self.k], [v[:batch] for v in self.v])
+
+
+@dataclass
+class _Call:
+    """One forward's context, handed to every layer's attention function."""
+
+    layers: list[_Layer]
+    cache: SlotCache
+    prefix_lens: Tensor
+    tree_mask: Tensor | None
+    depths: Tensor | None
+    lengths: Tensor | None
+
+
+def _tree_attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    eagle2: _Call | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if eagle2 is None:
+        raise RuntimeError(
+            f"attention {_ATTENTION!r} runs inside TargetModel only: it needs the call's slot cache"
+        )
+    i: int = module.layer_idx  # type: ignore[assignment]
+    layer, cache = eagle2.layers[i], eagle2.cache
+    k, v = cache.k[i], cache.v[i]
+    write_kv(k, v, key.transpose(1, 2), value.transpose(1, 2), eagle2.prefix_lens, eagle2.lengths)
+    out = tree_attention(
+        query.transpose(1, 2),
+        k,
+        v,
+        eagle2.prefix_lens,
+        eagle2.tree_mask,
+        depths=None if layer.window is None else eagle2.depths,
+        sm_scale=layer.scaling,
+        softcap=layer.softcap,
+        window=layer.window,
+    )
+    return out, None
+
+
+class TargetModel:
+    """A Hugging Face causal LM that decodes trees.
+
+    ::
+
+        token_ids, position_ids [B, N]  --model, K/V to slots prefix_lens + j-->  features [B, N, H]
+        features [.., H]                --lm_head (softcap, scale)------------->  logits [.., V]
+
+    ``features`` are the last hidden states after the final norm. The model is used as it is: same
+    weights, same code, no change to its attention implementation outside `forward`. One forward of
+    two tokens at construction shows how each layer attends; what this library does not honour (see
+    Raises) is refused there.
+
+    One model must not run two forwards at once in two threads.
+
+    Args:
+        hf_model: a causal LM of transformers whose attention goes through `AttentionInterface`.
+
+    Raises:
+        TypeError: ``hf_model`` is no transformers model.
+        ValueError: it is in training mode, an encoder-decoder, keeps state that is no K/V cache,
+            shares K/V between layers, or has attention sinks, a V head dim that differs from K's,
+            masks that are neither causal nor sliding windows, or logits that are not its lm_head
+            of the last hidden state.
+    """
+
+    def __init__(self, hf_model: nn.Module) -> None:
+        config = getattr(hf_model, "config", None)
+        if config is None or not hasattr(hf_model, "get_output_embeddings"):
+            raise TypeError(
+                f"hf_model: expected a transformers causal LM, got {type(hf_model).__name__}"
+            )
+        self.hf_model = hf_model
+        self.config = config.get_text_config()
+        self._name = type(hf_model).__name__
+        self._check_kind()
+        self._base: nn.Module = getattr(hf_model, hf_model.base_model_prefix)
+        self._lm_head: nn.Module = hf_model.get_output_embeddings()
+        if self._lm_head is None:
+            raise ValueError(f"hf_model: expected a model with an lm_head, {self._name} has none")
+        self._layers, self._configs = self._probe()
+        self._finish_logits = self._probe_logits()
+        self._row_invariant: tuple[int | None] | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the features."""
+        return self._lm_head.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the lm_head."""
+        return self._lm_head.weight.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Length of the position table (max_position_embeddings); None when there is none."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a K/V cache."""
+        return len(self._layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights, features and cache."""
+        return self._lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._lm_head.weight.device
+
+    def eos_token_ids(self) -> list[int]:
+        """The ids that end a text: generation_config's, else the configuration's."""
+        for source in (getattr(self.hf_model, "generation_config", None), self.config):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                return list(ids) if isinstance(ids, (list, tuple)) else [int(ids)]
+        return []
+
+    def new_cache(self, batch: int, capacity: int) -> SlotCache:
+        """An empty cache of ``capacity`` slots for ``batch`` requests."""
+        kwargs: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        shapes = [(batch, capacity, layer.num_kv_heads, layer.head_dim) for layer in self._layers]
+        return SlotCache(
+            [torch.zeros(s, **kwargs) for s in shapes], [torch.zeros(s, **kwargs) for s in shapes]
+        )
+
+    def forward(
+        self,
+        cache: SlotCache,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        prefix_lens: Tensor,
+        *,
+        tree_mask: Tensor | None = None,
+        depths: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Features of N new tokens per request; their K/V go to slots prefix_lens + 0 .. N - 1.
+
+        Args:
+            cache: slots of B requests; ``prefix_lens`` [B] int32 of each are filled.
+            token_ids: [B, N] int64.
+            position_ids: [B, N] int64, prefix_lens + depth of each token.
+            prefix_lens: [B] int32; not changed.
+            tree_mask: [B, N, ceil(N / 64)] int64 words, or None for a causal chain.
+            depths: [B, N] int32 with ``tree_mask`` (sliding windows go by position, not slot).
+            lengths: [B] int32; rows from there on are padding, their K/V are not stored.
+
+        Returns:
+            [B, N, H], rows of padding unspecified.
+        """
+        call = _Call(self._layers, cache, prefix_lens, tree_mask, depths, lengths)
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = _ATTENTION
+        try:
+            return self._base(
+                input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
+            ).last_hidden_state
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
+
+    def logits(self, features: Tensor) -> Tensor:
+        """The model's logits [.., V] of features [.., H]."""
+        out = self._lm_head(features)
+        return out if self._finish_logits is None else self._finish_logits(out)
+
+    @torch.inference_mode()
+    def row_invariant_rows(self) -> int | None:
+        """Find the smallest R in (1, 2, 4, 8) such that R .. 32 rows give a row the same bits.
+
+        Measured on this model's linear layers, one per distinct shape, on random rows; None when a
+        row's bits change with the row count even past 8. Plain decoding padded to R rows is then
+        bit-identical to the decoding of trees of up to 32 nodes (all requests together).
+        """
+        if self._row_invariant is None:
+            self._row_invariant = (self._measure_rows(),)
+        return self._row_invariant[0]
+
+    def _measure_rows(self, most: int = 32) -> int | None:
+        layers: dict[tuple[Any, ...], nn.Linear] = {}
+        for module in self.hf_model.modules():
+            if isinstance(module, nn.Linear):
+                key = (tuple(module.weight.shape), module.weight.dtype, module.bias is None)
+                layers.setdefault(key, module)
+        generator = torch.Generator().manual_seed(0)
+        smallest = 1
+        for layer in layers.values():
+            weight = layer.weight
+            x = torch.randn(1, most, weight.shape[1], generator=generator)
+            x = x.to(weight.device, weight.dtype)
+            full = F.linear(x, weight, layer.bias)
+            differ = [
+                n
+                for n in range(1, most)
+                if not torch.equal(F.linear(x[:, :n], weight, layer.bias), full[:, :n])
+            ]
+            smallest = max(smallest, max(differ, default=0) + 1)
+        return next((r for r in (1, 2, 4, 8) if r >= smallest), None)
+
+    def _check_kind(self) -> None:
+        model, config = self.hf_model, self.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"hf_model: expected a decoder, {self._name} is an encoder-decoder")
+        if getattr(model, "_is_stateful", False):
+            raise ValueError(
+                f"hf_model: {self._name} keeps a recurrent state, which cannot be rolled back to "
+                "an accepted path; expected a model with a K/V cache in every layer"
+            )
+        if getattr(config, "num_kv_shared_layers", 0):
+            raise ValueError(f"hf_model: {self._name} shares K/V between layers: not supported")
+        if model.training:
+            raise ValueError(
+                "hf_model: expected a model in eval mode, got training mode (dropout); "
+                "call hf_model.eval()"
+            )
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list[_Layer], list[Any]]:
+        """Run two tokens through the model and record what each layer asks of its attention."""
+        seen: dict[int, _Layer] = {}
+        configs = {id(c): c for c in (self.hf_model.config, self._base.config)}
+
+        def record(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        ) -> None:
+            index = getattr(module, "layer_idx", None)
+            if not isinstance(index, int) or index in seen:
+                raise ValueError(
+                    f"hf_model: expected one attention call per layer, {self._name} made another "
+                    f"in layer {index} ({type(module).__name__}: cross attention?)"
+                )
+            configs.setdefault(id(module.config), module.config)
+            seen[index] = self._layer(module, query, key, value, mask, kwargs)
+
+        self._run_probe(configs, lambda: self._base(**self._probe_inputs(), eagle2=record))
+        expected = getattr(self.config, "num_hidden_layers", len(seen))
+        if sorted(seen) != list(range(expected)) or not seen:
+            raise ValueError(
+                f"hf_model: expected {expected} layers whose attention goes through transformers' "
+                f"AttentionInterface, {self._name} has them in layers {sorted(seen)}"
+            )
+        return [seen[i] for i in range(expected)], list(configs.values())
+
+    def _layer(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        kwargs: dict[str, Any],
+    ) -> _Layer:
+        where = f"hf_model: layer {module.layer_idx} of {self._name}"
+        strange = {k: v for k, v in kwargs.items() if k not in _HARMLESS and v is not None}
+        if "s_aux" in strange:
+            raise ValueError(f"{where} has attention sinks (s_aux): not supported yet")
+        if strange:
+            raise ValueError(f"{where} asks its attention for {sorted(strange)}: not supported")
+        if not getattr(module, "is_causal", True):
+            raise ValueError(f"{where} is not causal: not supported")
+        if value.shape != key.shape or query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"{where}: expected one head dim for Q, K and V, got "
+                f"{query.shape[-1]}, {key.shape[-1]}, {value.shape[-1]}"
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(f"{where}: expected as many new keys as queries (no cross attention)")
+        scaling = kwargs.get("scaling")
+        return _Layer(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap=float(kwargs.get("softcap") or 0.0),
+            window=_read_marker(mask, where),
+        )
+
+    def _probe_inputs(self) -> dict[str, Any]:
+        tokens = torch.tensor([[0, 1]], device=self.device)
+        return {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+
+    def _run_probe(self, configs: dict[int, Any], run: Callable[[], Any]) -> Any:
+        saved = {}
+        try:
+            for key, config in configs.items():
+                saved[key] = config._attn_implementation_internal
+                config._attn_implementation_internal = _PROBE
+            return run()
+        except TypeError as error:
+            raise ValueError(
+                f"hf_model: {self._name}'s forward does not pass keyword arguments on to its "
+                f"attention ({error})"
+            ) from error
+        finally:
+            for key, name in saved.items():
+                configs[key]._attn_implementation_internal = name
+
+    @torch.inference_mode()
+    def _probe_logits(self) -> Callable[[Tensor], Tensor] | None:
+        """What the model does to its lm_head's output, found by comparing with its own logits."""
+        configs = {id(c): c for c in self._configs}
+        inputs = self._probe_inputs()
+
+        def ignore(*args: Any, **kwargs: Any) -> None:
+            return None
+
+        def run() -> tuple[Tensor, Tensor]:
+            features = self._base(**inputs, eagle2=ignore).last_hidden_state
+            return self.hf_model(**inputs, eagle2=ignore).logits, self._lm_head(features)
+
+        expected, plain = self._run_probe(configs, run)
+        finishes: list[Callable[[Tensor], Tensor] | None] = [None]
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap:
+            finishes.append(lambda x: torch.tanh(x / cap) * cap)
+        for name, sign in (("logit_scale", 1), ("logits_scaling", -1)):
+            factor = getattr(self.config, name, None)
+            if factor and sign > 0:
+                finishes.append(lambda x, f=factor: x * f)
+            elif factor:
+                finishes.append(lambda x, f=factor: x / f)
+        for finish in finishes:
+            got = plain if finish is None else finish(plain)
+            if torch.equal(got.to(expected.dtype), expected):
+                return finish
+        raise ValueError(
+            "hf_model: expected logits that are the lm_head of the last hidden state (softcapped "
+            f"or scaled), {self._name} computes something else"
+        )
+
+
+def _probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    eagle2: Callable[..., None] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if eagle2 is None:
+        raise TypeError(f"{_KEYWORD} did not reach the attention function")
+    eagle2(module, query, key, value, attention_mask, **kwargs)
+    return value.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
+
+
+# A mask of a kind this library does not know.
+_UNKNOWN = -1.0
+
+
+def _probe_mask(
+    *args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any
+) -> Tensor:
+    """A marker in the mask's place: 0 for a causal mask, w for a sliding window of w keys.
+
+    The kind is found by asking the mask function about positions around ``local_size``.
+    """
+    size = 1 if local_size is None else local_size
+    points = sorted({0, 1, 2, 3, *(m * size + d for m in (1, 2) for d in (-1, 0, 1))})
+    q, k = torch.tensor(points)[:, None], torch.tensor(points)[None, :]
+    zero = torch.tensor(0)
+    try:
+        got = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(points), len(points))
+    except Exception:
+        # a mask function that needs more than indices is none of ours
+        return torch.full((1, 1, 1, 1), _UNKNOWN)
+    if torch.equal(got, k <= q):
+        return torch.zeros(1, 1, 1, 1)
+    if local_size is not None and torch.equal(got, (k <= q) & (q - k < local_size)):
+        return torch.full((1, 1, 1, 1), float(local_size), dtype=torch.float64)
+    return torch.full((1, 1, 1, 1), _UNKNOWN)
+
+
+def _read_marker(mask: Any, where: str) -> int | None:
+    if not isinstance(mask, Tensor) or mask.numel() != 1:
+        raise ValueError(f"{where} does not build its mask with transformers' masking_utils")
+    marker = float(mask)
+    if marker < 0 or marker != int(marker):
+        raise ValueError(
+            f"{where} attends under a mask that is neither causal nor a sliding window: "
+            "not supported"
+        )
+    return int(marker) or None
+
+
+AttentionInterface.register(_ATTENTION, _tree_attention_function)
+AttentionInterface.register(_PROBE, _probe_attention)
+AttentionMaskInterface.register(_PROBE, _probe_mask)
+
+
+def load_target_model(
+    name: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[TargetModel, Any]:
+    """Load a causal LM and its tokenizer from a directory or a hub name.
+
+    Returns the `TargetModel` and the tokenizer (None when there is none beside the weights).
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+    if device is not None:
+        model = model.to(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        tokenizer = None
+    return TargetModel(model.eval()), tokenizer

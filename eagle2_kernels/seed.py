@@ -1,0 +1,268 @@
+"""One EAGLE-2 step as two functions, for any draft callable and any causal LM, without caches.
+
+`eagle2_generate_tree` grows and prunes a draft tree; `verify_with_target` runs prefix and tree
+through the target in one forward and returns the tokens it agrees with. `EagleDecoder` does the
+same with caches on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .expand import expand_topk, extend_draft_tree
+from .flatten import build_tree, flatten_tree
+from .generation import SamplingParams, check_count
+from .models.draft import grow_level, new_draft_cache, refeed, take_rows
+from .tree import DraftTree
+from .verify import sample_and_verify
+
+if TYPE_CHECKING:
+    from .models.heads import EagleHead
+    from .models.target import TargetModel
+
+__all__ = ["VerifiedTree", "eagle2_generate_tree", "verify_with_target"]
+
+DraftCallable = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class VerifiedTree(NamedTuple):
+    """What the target made of a tree, per request.
+
+    Attributes:
+        tokens: the accepted drafts, then the target's own next token; [] for an inactive request.
+        acceptance_rate: accepted drafts / depth of the tree, 0 for a tree without drafts.
+        accept_index: int32 [B, N] slots of the accepted path, root first, then -1.
+        hidden_states: [L + 1 + accepted, H] the target's hidden states of prefix, root and accepted
+            drafts: with the tokens, the next call's arguments.
+    """
+
+    tokens: list[list[int]]
+    acceptance_rate: list[float]
+    accept_index: Tensor
+    hidden_states: list[Tensor]
+
+
+@torch.no_grad()
+def eagle2_generate_tree(
+    draft_model: EagleHead | DraftCallable,
+    hidden_states: Tensor,
+    token_ids: Tensor,
+    max_nodes: int = 8,
+    top_k: int = 4,
+    max_depth: int = 4,
+) -> DraftTree:
+    """Grow a draft tree level by level and keep the ``max_nodes`` most probable nodes.
+
+    ::
+
+        probability(child) = probability(parent) * softmax(draft logits at parent)[child]
+
+    Each level expands the ``top_k`` best nodes of the level above into ``top_k`` children each; in
+    the end the best nodes of all levels stay.
+
+    Args:
+        draft_model: an `EagleHead`, or a callable (hidden_states, token_ids) -> (logits,
+            hidden_states). It is called with [R, T, H] and [R, T + 1]: R = B rows of what was given
+            here at the first level, then R = B * top_k rows, each its parent's row with the node's
+            token and the draft's own hidden state behind. Of what it returns the last position
+            counts, as [R, .., V] or [R, V], and [R, .., H] or [R, H].
+        hidden_states: [B, L, H], the target's hidden states of token_ids[:, :L].
+        token_ids: [B, L + 1] int64, committed tokens; the last one is the root.
+        max_nodes: nodes kept, the root included.
+        top_k: children per node, and nodes expanded per level.
+        max_depth: levels.
+
+    Returns:
+        A `DraftTree` with ``prefix_ids`` = token_ids[:, :L]; its `paths()` are the candidates.
+
+    Raises:
+        ValueError: a count below 1, shapes that do not belong together, or a draft model whose
+            output has other rows than its input.
+    """
+    for name, value in (("max_nodes", max_nodes), ("top_k", top_k), ("max_depth", max_depth)):
+        check_count(name, value)
+    if token_ids.ndim != 2 or token_ids.shape[1] < 2:
+        raise ValueError(f"token_ids: expected [B, L + 1], L >= 1, got {tuple(token_ids.shape)}")
+    b, length = token_ids.shape[0], token_ids.shape[1] - 1
+    if hidden_states.ndim != 3 or tuple(hidden_states.shape[:2]) != (b, length):
+        raise ValueError(
+            f"hidden_states: expected [{b}, {length}, H] (one per token before the root), "
+            f"got {tuple(hidden_states.shape)}"
+        )
+    device = token_ids.device
+    token_ids = token_ids.long()
+    from .models.heads import EagleHead
+
+    drafter: _HeadDrafter | _CallableDrafter
+    if isinstance(draft_model, EagleHead):
+        drafter = _HeadDrafter(draft_model, length + max_depth * top_k)
+    else:
+        drafter = _CallableDrafter(draft_model)
+    words = max(((max_depth - 1) * top_k + 63) // 64, 1)
+    mask = torch.zeros(b, top_k, words, dtype=torch.int64, device=device)
+    num_candidates = top_k + (max_depth - 1) * top_k**2
+    parents = torch.empty(b, num_candidates, dtype=torch.int32, device=device)
+    scores = torch.zeros(b, 1, dtype=torch.float32, device=device)
+    beam = torch.zeros(b, top_k, dtype=torch.int64, device=device)
+    beam_tokens = beam
+    beam_rows = torch.zeros(b, top_k, dtype=torch.int32, device=device)
+    levels = []
+    for level in range(max_depth):
+        mask = extend_draft_tree(parents, mask, beam, level)
+        if level == 0:
+            logits = drafter.root(hidden_states, token_ids)
+        else:
+            logits = drafter.level(beam_tokens, beam_rows, mask, level - 1)
+        tokens, token_scores, beam, beam_tokens, scores, beam_rows = expand_topk(
+            logits, scores, top_k, drafter.draft_to_target
+        )
+        levels.append((tokens, token_scores))
+    prefix_lens = torch.full((b,), length, dtype=torch.int32, device=device)
+    tree = build_tree(
+        token_ids[:, -1].contiguous(),
+        prefix_lens,
+        torch.cat([tokens for tokens, _ in levels], dim=1),
+        torch.cat([token_scores for _, token_scores in levels], dim=1),
+        parents,
+        max_nodes,
+    )
+    return DraftTree(*tree[:9], prefix_ids=token_ids[:, :-1])
+
+
+@torch.no_grad()
+def verify_with_target(
+    target_model: TargetModel | nn.Module,
+    tree: DraftTree,
+    *,
+    sampling: SamplingParams | None = None,
+) -> VerifiedTree:
+    """Run prefix and tree through the target in one forward and keep the path it agrees with.
+
+    At every node the target's own token is chosen (greedily, or by ``sampling``, whose noise
+    belongs to the position) and followed if the tree has it. So the tokens are those that plain
+    decoding emits, however good the drafts.
+
+    Args:
+        target_model: a transformers causal LM, or a `TargetModel`; left as it is.
+        tree: a tree with ``prefix_ids``.
+        sampling: greedy by default; request i uses ``seed + i``.
+
+    Raises:
+        ValueError: the tree has no prefix_ids, or the model is of a kind `TargetModel` refuses.
+    """
+    from .models.target import TargetModel
+
+    if tree.prefix_ids is None:
+        raise ValueError("tree: expected prefix_ids (the tokens before the root), got None")
+    target = target_model if isinstance(target_model, TargetModel) else TargetModel(target_model)
+    sampling = sampling or SamplingParams()
+    b, length = tree.prefix_ids.shape
+    n, device = tree.draft_tokens.shape[1], tree.draft_tokens.device
+    # The prefix is a chain and the tree hangs from its end: one larger tree behind an empty cache.
+    chain = torch.arange(-1, length - 1, dtype=torch.int32, device=device).expand(b, length)
+    below = torch.where(tree.parents < 0, length - 1, tree.parents + length)
+    nothing = torch.zeros(b, dtype=torch.int32, device=device)
+    lengths = tree.num_nodes + length
+    depths, position_ids, _, _, mask = flatten_tree(
+        torch.cat([chain, below.int()], dim=1), lengths, nothing
+    )
+    features = target.forward(
+        target.new_cache(b, length + n),
+        torch.cat([tree.prefix_ids, tree.draft_tokens], dim=1),
+        position_ids,
+        nothing,
+        tree_mask=mask,
+        depths=depths,
+        lengths=lengths,
+    )
+    deepest = max(n - 1, 1)
+    _, accept_index, accept_length, _ = verified = sample_and_verify(
+        target.logits(features[:, length:]),
+        tree.position_ids,
+        torch.tensor(sampling.seeds(b), dtype=torch.int64, device=device),
+        tree.draft_tokens,
+        tree.first_child,
+        tree.next_sibling,
+        deepest,
+        tree.num_nodes,
+        **sampling.tensors(b, device),
+    )
+    tokens = [[t for t in row if t >= 0] for row in verified[0].tolist()]
+    depth = tree.depths.amax(1).tolist()
+    accepted = accept_length.tolist()
+    return VerifiedTree(
+        tokens,
+        [max(a, 0) / d if d else 0.0 for a, d in zip(accepted, depth, strict=True)],
+        accept_index,
+        [
+            torch.cat([features[r, :length], features[r, length + accept_index[r, : a + 1].long()]])
+            for r, a in enumerate(accepted)
+        ],
+    )
+
+
+class _HeadDrafter:
+    """An `EagleHead` with a cache for this one tree."""
+
+    def __init__(self, head: EagleHead, capacity: int) -> None:
+        self.head, self.capacity = head, capacity
+        self.draft_to_target = head.draft_to_target
+
+    def root(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
+        b, length = hidden_states.shape[:2]
+        self.cache = new_draft_cache(self.head, b, self.capacity)
+        self.lens = torch.full((b,), length, dtype=torch.int32, device=token_ids.device)
+        nothing = torch.zeros_like(self.lens)
+        shifted = token_ids[:, 1:].contiguous()
+        hidden = refeed(self.head, self.cache, shifted, hidden_states, nothing, self.lens)
+        self.hidden = hidden[:, -1:]
+        return self.head.logits(self.hidden)
+
+    def level(self, tokens: Tensor, rows: Tensor, mask: Tensor, level: int) -> Tensor:
+        parents = take_rows(self.hidden, rows)
+        self.hidden = grow_level(self.head, self.cache, tokens, parents, self.lens, mask, level)
+        return self.head.logits(self.hidden)
+
+
+class _CallableDrafter:
+    """A callable without a cache: every node's whole history goes through it."""
+
+    draft_to_target = None
+
+    def __init__(self, model: DraftCallable) -> None:
+        self.model = model
+
+    def root(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
+        self.batch = token_ids.shape[0]
+        # [B, P, ...]: P nodes of the level, one row of history each.
+        self.history = hidden_states[:, None]
+        self.tokens = token_ids[:, None]
+        return self._run()
+
+    def level(self, tokens: Tensor, rows: Tensor, mask: Tensor, level: int) -> Tensor:
+        batch = torch.arange(self.batch, device=tokens.device)[:, None]
+        rows = rows.long()
+        history = torch.cat([self.history, self.last[:, :, None].to(self.history.dtype)], dim=2)
+        self.history = history[batch, rows]
+        self.tokens = torch.cat([self.tokens[batch, rows], tokens[..., None]], dim=2)
+        return self._run()
+
+    def _run(self) -> Tensor:
+        b, p = self.tokens.shape[:2]
+        logits, hidden = self.model(self.history.flatten(0, 1), self.tokens.flatten(0, 1))
+        self.last = self._last(hidden, "hidden_states", b, p)
+        return self._last(logits, "logits", b, p)
+
+    @staticmethod
+    def _last(out: Tensor, name: str, b: int, p: int) -> Tensor:
+        out = out[:, -1] if out.ndim == 3 else out
+        if out.ndim != 2 or out.shape[0] != b * p:
+            raise ValueError(
+                f"draft_model: expected {name} of {b * p} rows, [R, T, ..] or [R, ..], "
+                f"got {tuple(out.shape)}"
+            )
+        return out.unflatten(0, (b, p)).contiguous()
