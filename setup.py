@@ -30,7 +30,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, find_packages, setup
+
+# With --no-build-isolation nobody checks the floor of pyproject.toml, and venv brings an old one.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise RuntimeError(
+        f"eagle2_kernels needs setuptools >= 77 to build, this environment has "
+        f"{setuptools.__version__}: pip install -U setuptools, or drop --no-build-isolation"
+    )
+
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
