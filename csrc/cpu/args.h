@@ -1,0 +1,82 @@
+// Arguments of the tree ops: small integer and float tensors as packed rows, outputs as plain
+// pointers, allocation.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "common.h"
+
+namespace eagle2 {
+
+// An argument of `Rank` dimensions with its last dimension contiguous. Where it is not (or where
+// rows of a higher rank do not follow each other), the elements are copied once.
+template <typename T, int Rank>
+class Packed {
+ public:
+  Packed(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape)
+      : owner_(tensor) {
+    if (!tensor.is_cpu()) fail(name, ": expected a CPU tensor, like the other arguments");
+    view_ = view<T, Rank>(tensor, name);
+    check_shape(view_, name, shape);
+    row_ = 1;
+    for (int i = 1; i < Rank; ++i) row_ *= view_.size[i];
+    data_ = view_.data;
+    if (!tensor.is_contiguous()) pack();
+  }
+
+  int64_t size(int dim) const { return view_.size[dim]; }
+  const T* row(int64_t b) const { return data_ + b * row_; }
+  const T& operator[](int64_t b) const { return data_[b * row_]; }
+
+ private:
+  void pack() {
+    int64_t count = row_ * view_.size[0];
+    copy_.reserve(static_cast<size_t>(count));
+    std::array<int64_t, Rank> at{};
+    for (; count > 0; --count) {
+      int64_t offset = 0;
+      for (int i = 0; i < Rank; ++i) offset += at[i] * view_.stride[i];
+      copy_.push_back(view_.data[offset]);
+      for (int i = Rank - 1; i >= 0 && ++at[i] == view_.size[i]; --i) at[i] = 0;
+    }
+    data_ = copy_.data();
+  }
+
+  Tensor owner_;
+  View<const T, Rank> view_;
+  std::vector<T> copy_;
+  const T* data_ = nullptr;
+  int64_t row_ = 1;
+};
+
+template <typename T, int Rank>
+std::optional<Packed<T, Rank>> packed(const std::optional<Tensor>& tensor, const char* name,
+                                      std::initializer_list<int64_t> shape) {
+  if (!tensor.has_value()) return std::nullopt;
+  return std::optional<Packed<T, Rank>>(std::in_place, *tensor, name, shape);
+}
+
+// Memory of a tensor that is written: it must be contiguous and of exactly this shape.
+template <typename T, int Rank>
+T* output(const Tensor& tensor, const char* name, const std::array<int64_t, Rank>& shape) {
+  if (!tensor.is_cpu()) fail(name, ": expected a CPU tensor, like the other arguments");
+  const View<T, Rank> written = mutable_view<T, Rank>(tensor, name);
+  for (int i = 0; i < Rank; ++i) {
+    if (written.size[i] != shape[i]) {
+      fail(name, ": expected size ", shape[i], " in dimension ", i, ", got ", written.size[i]);
+    }
+  }
+  if (!tensor.is_contiguous()) fail(name, ": expected a contiguous tensor");
+  return written.data;
+}
+
+template <typename T>
+Tensor allocate(std::initializer_list<int64_t> shape) {
+  return torch::stable::empty(shape, torch::headeronly::CppTypeToScalarType<T>::value);
+}
+
+}  // namespace eagle2

@@ -1,0 +1,193 @@
+// expand_topk and extend_draft_tree: one level of the draft tree. The logits are read once, a chunk
+// at a time: its maximum, its exponentials and its candidates are taken while it is in the cache.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <tuple>
+
+#include "../tree.h"
+#include "args.h"
+#include "rows.h"
+
+namespace eagle2 {
+namespace {
+
+struct ExpandArgs {
+  Logits logits;  // [B, P, V]
+  int64_t batch, parents, vocab, top_k;
+  const Packed<float, 2>& beam_scores;
+  const std::optional<Packed<int64_t, 1>>& draft_to_target;
+  int64_t* candidate_tokens;  // [B, P * K], as the next
+  float* candidate_scores;
+};
+
+// The candidates of parent p of request b.
+template <typename T>
+void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
+  thread_local std::vector<T> chunk(kChunk);
+  TopK<T> top(std::min(args.top_k, args.vocab));
+  T peak = -INFINITY;
+  double total = 0;  // of e^(x - peak)
+  for (int64_t first = 0; first < args.vocab; first += kChunk) {
+    const int64_t count = std::min(kChunk, args.vocab - first);
+    read_logits(args.logits, b, p, first, count, chunk.data());
+    const T chunk_peak = largest(chunk.data(), count);
+    if (chunk_peak == -INFINITY) continue;
+    if (chunk_peak > peak) {
+      total *= std::exp(static_cast<double>(peak) - static_cast<double>(chunk_peak));
+      peak = chunk_peak;
+    }
+    total += sum_exp(chunk.data(), count, peak);
+    top.feed(chunk.data(), count, first);
+  }
+
+  const T log_total = static_cast<T>(std::log(total));
+  const float beam_score = args.beam_scores.row(b)[p];
+  const int64_t at = (b * args.parents + p) * args.top_k;
+  int64_t* tokens = args.candidate_tokens + at;
+  float* scores = args.candidate_scores + at;
+  std::fill_n(tokens, args.top_k, int64_t{0});
+  std::fill_n(scores, args.top_k, -INFINITY);
+  if (!(beam_score > -INFINITY)) return;
+  for (const Ranked<T>& candidate : top.finish()) {
+    const float score = static_cast<float>(((candidate.value - peak) - log_total) + beam_score);
+    if (score > -INFINITY) {
+      *scores = score;
+      *tokens = args.draft_to_target ? args.draft_to_target->row(0)[candidate.id] : candidate.id;
+    }
+    ++scores;
+    ++tokens;
+  }
+}
+
+// The best top_k of one request's candidates by (score, index).
+void select_beam(const float* scores, int64_t count, int64_t top_k, int64_t* beam) {
+  thread_local std::vector<int64_t> order;
+  order.resize(static_cast<size_t>(count));
+  std::iota(order.begin(), order.end(), int64_t{0});
+  std::partial_sort(order.begin(), order.begin() + top_k, order.end(),
+                    [scores](int64_t a, int64_t b) {
+                      return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+                    });
+  std::copy_n(order.begin(), top_k, beam);
+}
+
+void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
+                     const std::optional<Tensor>& draft_to_target, const Tensor& candidate_tokens,
+                     const Tensor& candidate_scores, const Tensor& beam, const Tensor& beam_tokens,
+                     const Tensor& next_beam_scores, const Tensor& beam_rows) {
+  const Logits x = logits_view(logits, "logits");
+  const int64_t batch = x.size[0], parents = x.size[1], vocab = x.size[2];
+  if (parents < 1) fail("logits: expected at least one parent row, got 0");
+  if (top_k < 1) fail("top_k: expected at least 1, got ", top_k);
+  const Packed<float, 2> parent_scores(beam_scores, "beam_scores", {batch, parents});
+  const auto map = packed<int64_t, 1>(draft_to_target, "draft_to_target", {vocab});
+  const int64_t count = parents * top_k;
+  const ExpandArgs args{x,
+                        batch,
+                        parents,
+                        vocab,
+                        top_k,
+                        parent_scores,
+                        map,
+                        output<int64_t, 2>(candidate_tokens, "candidate_tokens", {batch, count}),
+                        output<float, 2>(candidate_scores, "candidate_scores", {batch, count})};
+  int64_t* next = output<int64_t, 2>(beam, "beam", {batch, top_k});
+  int64_t* next_tokens = output<int64_t, 2>(beam_tokens, "beam_tokens", {batch, top_k});
+  float* next_scores = output<float, 2>(next_beam_scores, "next_beam_scores", {batch, top_k});
+  int32_t* next_rows = output<int32_t, 2>(beam_rows, "beam_rows", {batch, top_k});
+
+  const int64_t grain = std::max<int64_t>(1, 16384 / vocab);
+  parallel_for(batch * parents, grain, [&args](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t b = row / args.parents, p = row % args.parents;
+      if (args.logits.type == ScalarType::Double) {
+        expand_row<double>(args, b, p);
+      } else {
+        expand_row<float>(args, b, p);
+      }
+    }
+  });
+  for (int64_t b = 0; b < batch; ++b) {
+    const float* scores = args.candidate_scores + b * count;
+    select_beam(scores, count, top_k, next + b * top_k);
+    for (int64_t j = b * top_k; j < (b + 1) * top_k; ++j) {
+      next_tokens[j] = args.candidate_tokens[b * count + next[j]];
+      next_scores[j] = scores[next[j]];
+      next_rows[j] = static_cast<int32_t>(next[j] / top_k);
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_topk(
+    const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
+    const std::optional<Tensor>& draft_to_target) {
+  const Logits x = logits_view(logits, "logits");
+  if (top_k < 1) fail("top_k: expected at least 1, got ", top_k);
+  const int64_t batch = x.size[0], count = x.size[1] * top_k;
+  auto results =
+      std::make_tuple(allocate<int64_t>({batch, count}), allocate<float>({batch, count}),
+                      allocate<int64_t>({batch, top_k}), allocate<int64_t>({batch, top_k}),
+                      allocate<float>({batch, top_k}), allocate<int32_t>({batch, top_k}));
+  std::apply(
+      [&](const auto&... outs) {
+        expand_topk_out(logits, beam_scores, top_k, draft_to_target, outs...);
+      },
+      results);
+  return results;
+}
+
+void extend_draft_tree_out(const Tensor& candidate_parents, const Tensor& draft_mask,
+                           const Tensor& beam, int64_t level, const Tensor& next_draft_mask) {
+  const Packed<int64_t, 3> mask(draft_mask, "draft_mask", {-1, -1, -1});
+  const int64_t batch = mask.size(0), top_k = mask.size(1), words = mask.size(2);
+  const Packed<int64_t, 2> frontier(beam, "beam", {batch, top_k});
+  if (!candidate_parents.is_cpu()) fail("candidate_parents: expected a CPU tensor");
+  const auto parents = mutable_view<int32_t, 2>(candidate_parents, "candidate_parents");
+  check_shape(parents, "candidate_parents", {batch, -1});
+  if (parents.stride[1] != 1 && parents.size[1] > 1) {
+    fail("candidate_parents: expected a contiguous last dimension, got stride ", parents.stride[1]);
+  }
+  if (level < 0) fail("level: expected at least 0, got ", level);
+  const int64_t needed = level_offset(level + 1, top_k);
+  if (parents.size[1] < needed) {
+    fail("candidate_parents: expected at least ", needed, " candidates for level ", level,
+         " with top_k ", top_k, ", got ", parents.size[1]);
+  }
+  if (level * top_k > words * kWordBits) {
+    fail("draft_mask: expected at least ", mask_words(level * top_k), " words for level ", level,
+         " with top_k ", top_k, ", got ", words);
+  }
+  int64_t* next = output<int64_t, 3>(next_draft_mask, "next_draft_mask", {batch, top_k, words});
+  for (int64_t b = 0; b < batch; ++b) {
+    int32_t* row = &parents(b);
+    int64_t* next_row = next + b * top_k * words;
+    if (level == 0) {
+      std::fill_n(row, top_k, -1);
+      std::copy_n(mask.row(b), top_k * words, next_row);
+    } else {
+      extend_level(level, top_k, words, frontier.row(b),
+                   reinterpret_cast<const uint64_t*>(mask.row(b)), row,
+                   reinterpret_cast<uint64_t*>(next_row));
+    }
+  }
+}
+
+Tensor extend_draft_tree(const Tensor& candidate_parents, const Tensor& draft_mask,
+                         const Tensor& beam, int64_t level) {
+  if (draft_mask.dim() != 3) fail("draft_mask: expected 3 dimensions, got ", draft_mask.dim());
+  Tensor next = allocate<int64_t>({draft_mask.size(0), draft_mask.size(1), draft_mask.size(2)});
+  extend_draft_tree_out(candidate_parents, draft_mask, beam, level, next);
+  return next;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
+  m.impl("expand_topk", TORCH_BOX(&expand_topk));
+  m.impl("expand_topk_out", TORCH_BOX(&expand_topk_out));
+  m.impl("extend_draft_tree", TORCH_BOX(&extend_draft_tree));
+  m.impl("extend_draft_tree_out", TORCH_BOX(&extend_draft_tree_out));
+}
+
+}  // namespace eagle2

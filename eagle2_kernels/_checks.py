@@ -1,0 +1,96 @@
+"""Long-form argument checks.
+
+A public wrapper calls its op first. Only when the op refuses, or when validation is asked for, do
+these run: they say which argument is wrong, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VALIDATE = os.environ.get("EAGLE2_VALIDATE", "0") not in ("", "0")
+"""Whether every call checks the values of its tensors (``EAGLE2_VALIDATE=1``)."""
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def call(op: Callable[..., Any], check: Callable[..., None], validate: bool, *args: Any) -> Any:
+    """``op(*args)``; ``check(*args, values=...)`` explains a refusal, or runs first on request."""
+    if validate or VALIDATE:
+        check(*args, values=True)
+    try:
+        return op(*args)
+    except (RuntimeError, TypeError, ValueError):
+        check(*args, values=False)
+        raise
+
+
+def refuse_grad(**tensors: Tensor | None) -> None:
+    """Raise in grad mode for the first argument that requires grad: no op has a backward."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if getattr(tensor, "requires_grad", False):
+                raise ValueError(
+                    f"{name}: expected a tensor that does not require grad, because this operator "
+                    "is not differentiable; call it under torch.no_grad() or on a detached tensor"
+                )
+
+
+def tensor(
+    name: str,
+    value: object,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    layout: str,
+) -> None:
+    """Check one tensor; None in ``shape`` accepts any size, ``layout`` is how messages call it."""
+    if isinstance(dtypes, torch.dtype):
+        dtypes = (dtypes,)
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a {names} tensor {layout}, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {names}, got {str(value.dtype)[6:]}")
+    got = tuple(value.shape)
+    if len(got) != len(shape) or any(
+        w is not None and g != w for g, w in zip(got, shape, strict=True)
+    ):
+        sizes = ", ".join("any" if w is None else str(w) for w in shape)
+        raise ValueError(f"{name}: expected shape {layout} = ({sizes}), got {got}")
+
+
+def integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Check a host integer, bounds included."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ValueError(f"{name}: expected {wanted}, got {value}")
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    """All tensors given lie on the device of the first."""
+    device = None
+    for name, value in tensors.items():
+        if value is None:
+            continue
+        if device is None:
+            device = value.device
+        elif value.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
+
+
+def values_in(name: str, value: Tensor, low: float, high: float) -> None:
+    """Every element lies in [low, high]; reads the tensor back to the host."""
+    wrong = ~((value >= low) & (value <= high))
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        place = ", ".join(map(str, at))
+        raise ValueError(
+            f"{name}[{place}]: expected a value from {low} to {high}, got {value[at].item()}"
+        )

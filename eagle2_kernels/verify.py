@@ -1,0 +1,435 @@
+"""Drawing the target's own tokens and following them through the tree.
+
+The noise of a draw belongs to (seed, position, token), not to the step or the slot, so a tree step
+emits exactly the tokens that plain decoding with the same seed emits. Temperature 0 is greedy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _checks, ops
+
+_ops = getattr(torch.ops, ops.NAMESPACE)
+_sample_tokens = _ops.sample_tokens.default
+_verify_tree = _ops.verify_tree.default
+_sample_and_verify = _ops.sample_and_verify.default
+_verify_tree_coins = _ops.verify_tree_coins.default
+
+
+def sample_tokens(
+    logits: Tensor,
+    position_ids: Tensor,
+    seeds: Tensor | int,
+    *,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | int | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+    allowed_mask: Tensor | None = None,
+    validate: bool = False,
+) -> Tensor:
+    """The argmax over tokens of filtered logits / temperature + G(seed, position, token).
+
+    ::
+
+        logits --allowed_mask--> --/ temperature--> --top-k--> --top-p--> --min-p--> + G --> argmax
+
+    Adding Gumbel noise and taking the largest draws from the softmax of what the filters left. With
+    temperature None or 0 the token is the plain argmax. Ties go to the lowest id. NaN logits count
+    as -inf, +inf as the largest finite value; a row without a finite allowed logit yields its
+    lowest allowed id.
+
+    G = -log(-log1p(-v)), v = min((word + 0.5) * 2**-32, 1 - 2**-24), with word ``token % 4`` of
+    Philox4x32-10 under key ``seed`` and counter (position, token // 4, 0).
+
+    Args:
+        logits: [B, N, V] float32, float64, float16 or bfloat16, any strides.
+        position_ids: [B, N] int64, the position of the node whose logits these are.
+        seeds: [B] int64, or one int: request i then uses seed + i.
+        temperature: scalar or [B] float32; None or 0 is greedy.
+        top_k: scalar or [B] int32 or int64; keep the k largest, lowest ids among equals. 0: off.
+        top_p: scalar or [B] float32; keep the largest until their probability reaches p. 1: off.
+        min_p: scalar or [B] float32; keep what reaches p times the largest probability. 0: off.
+        allowed_mask: [B, N, ceil(V / 32)] int32, bit t % 32 of word t // 32 allows token t.
+        validate: check ranges, and that every row has an allowed finite logit (reads them back).
+
+    Returns:
+        int64 [B, N].
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or value, or requires grad in grad mode.
+
+    Source: the Gumbel-max trick; filters in the order Hugging Face transformers applies them; the
+    generator is Philox of Salmon et al., SC 2011.
+    """
+    _checks.refuse_grad(logits=logits)
+    temperature, top_k, top_p, min_p = _filters(logits, temperature, top_k, top_p, min_p)
+    return _checks.call(
+        _call_sample_tokens,
+        _check_sample_tokens,
+        validate,
+        logits,
+        position_ids,
+        _seeds(logits, seeds),
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        allowed_mask,
+    )
+
+
+def _call_sample_tokens(logits, position_ids, seeds, temperature, top_k, top_p, min_p, allowed):
+    return _sample_tokens(
+        logits,
+        position_ids,
+        seeds,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        allowed_mask=allowed,
+    )
+
+
+def _filters(
+    logits: Tensor,
+    temperature: Tensor | float | None,
+    top_k: Tensor | int | None,
+    top_p: Tensor | float | None,
+    min_p: Tensor | float | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    return (
+        _per_request(logits, temperature, 0, torch.float32),
+        _per_request(logits, top_k, 0, torch.int32),
+        _per_request(logits, top_p, 1, torch.float32),
+        _per_request(logits, min_p, 0, torch.float32),
+    )
+
+
+def _per_request(
+    logits: Tensor, value: Tensor | float | None, off: float, dtype: torch.dtype
+) -> Tensor | None:
+    """A host number as a [B] tensor; None where it switches the filter off."""
+    if value is None or (isinstance(value, (int, float)) and value == off):
+        return None
+    if isinstance(value, (int, float)):
+        return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
+    return value
+
+
+def _seeds(logits: Tensor, seeds: Tensor | int) -> Tensor:
+    if isinstance(seeds, int):
+        return seeds + torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
+    return seeds
+
+
+def _check_sample_tokens(
+    logits: Tensor,
+    position_ids: Tensor,
+    seeds: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    allowed_mask: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    _checks.tensor("logits", logits, _checks.FLOATS, (None, None, None), "[B, N, V]")
+    b, n, v = logits.shape
+    if v < 1:
+        raise ValueError(f"logits: expected V of at least 1, got shape {tuple(logits.shape)}")
+    _checks.tensor("position_ids", position_ids, torch.int64, (b, n), "[B, N]")
+    _checks.tensor("seeds", seeds, torch.int64, (b,), "[B]")
+    if top_k is not None:
+        _checks.tensor("top_k", top_k, (torch.int32, torch.int64), (b,), "[B]")
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        if value is not None:
+            _checks.tensor(name, value, torch.float32, (b,), "[B]")
+    if allowed_mask is not None:
+        words = (v + 31) // 32
+        layout = "[B, N, ceil(V / 32)]"
+        _checks.tensor("allowed_mask", allowed_mask, torch.int32, (b, n, words), layout)
+    _checks.same_device(
+        logits=logits,
+        position_ids=position_ids,
+        seeds=seeds,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        allowed_mask=allowed_mask,
+    )
+    if not values:
+        return
+    _checks.values_in("position_ids", position_ids, 0, 2**62)
+    if temperature is not None:
+        _checks.values_in("temperature", temperature, 0, float("inf"))
+    if top_k is not None:
+        _checks.values_in("top_k", top_k, 0, 2**31 - 1)
+    if top_p is not None:
+        _checks.values_in("top_p", top_p, 0, 1)
+    if min_p is not None:
+        _checks.values_in("min_p", min_p, 0, 1)
+    drawable = logits > float("-inf")
+    if allowed_mask is not None:
+        bits = (allowed_mask[..., None] >> torch.arange(32, device=logits.device)) & 1
+        drawable &= bits.flatten(-2)[..., :v].bool()
+    empty = ~drawable.any(-1)
+    if bool(empty.any()):
+        r, i = empty.nonzero()[0].tolist()
+        raise ValueError(f"logits[{r}, {i}]: expected an allowed token above -inf, got none")
+
+
+def verify_tree(
+    target_tokens: Tensor,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None = None,
+    *,
+    validate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Walk from the root to the child whose token is the target's token at this node.
+
+    ::
+
+        draft tree          target says         accept_index  [0, 2, 3, -1]
+          0 "the"             0: "dog"          accept_length 2
+         /      \             2: "ran"          bonus_token   "off"
+        1 "cat"  2 "dog"      3: "off"          emitted: dog, ran, off
+                 |
+                 3 "ran"
+
+    Emitted are ``target_tokens[accept_index[0 .. accept_length]]``: accept_length + 1 tokens, the
+    bonus last. What the draft proposed has no influence on what is emitted, only on how much.
+
+    Args:
+        target_tokens: [B, N] int64, the target's token after each node (`sample_tokens`).
+        draft_tokens: [B, N] int64, the token in each slot.
+        first_child: [B, N] int32, -1 for none.
+        next_sibling: [B, N] int32, -1 for none.
+        max_depth: most drafts accepted. Links out of range end the walk.
+        num_nodes: [B] int32; a request with none is inactive.
+        validate: check links and siblings by value too (reads them back to the host).
+
+    Returns:
+        accept_index int32 [B, max_depth + 1]: visited slots, the root first, -1 padded.
+        accept_length int32 [B]: drafts accepted, root and bonus not counted; -1 when inactive.
+        bonus_token int64 [B]: the target's token at the last visited node; -1 when inactive.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or value.
+
+    Source: exact for a deterministic draft tree: SpecInfer, arXiv 2305.09781 (greedy form), drawn
+    with the target's own noise.
+    """
+    return _checks.call(
+        _verify_tree,
+        _check_verify_tree,
+        validate,
+        target_tokens,
+        draft_tokens,
+        first_child,
+        next_sibling,
+        max_depth,
+        num_nodes,
+    )
+
+
+def _check_verify_tree(
+    target_tokens: Tensor,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    _checks.tensor("target_tokens", target_tokens, torch.int64, (None, None), "[B, N]")
+    b, n = target_tokens.shape
+    _checks.same_device(target_tokens=target_tokens, draft_tokens=draft_tokens)
+    _check_links(b, n, draft_tokens, first_child, next_sibling, max_depth, num_nodes, values=values)
+
+
+def _check_links(
+    b: int,
+    n: int,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    _checks.tensor("draft_tokens", draft_tokens, torch.int64, (b, n), "[B, N]")
+    _checks.tensor("first_child", first_child, torch.int32, (b, n), "[B, N]")
+    _checks.tensor("next_sibling", next_sibling, torch.int32, (b, n), "[B, N]")
+    _checks.integer("max_depth", max_depth, 0)
+    if num_nodes is not None:
+        _checks.tensor("num_nodes", num_nodes, torch.int32, (b,), "[B]")
+    _checks.same_device(
+        draft_tokens=draft_tokens,
+        first_child=first_child,
+        next_sibling=next_sibling,
+        num_nodes=num_nodes,
+    )
+    if not values:
+        return
+    _checks.values_in("first_child", first_child, -1, n - 1)
+    _checks.values_in("next_sibling", next_sibling, -1, n - 1)
+    for r in range(b):
+        tokens, siblings = draft_tokens[r].tolist(), next_sibling[r].tolist()
+        found: set[int] = {0}
+        for node, child in enumerate(first_child[r].tolist()):
+            seen: set[int] = set()
+            while child != -1:
+                if child in found:
+                    raise ValueError(
+                        f"first_child[{r}, {node}]: expected each slot to be linked once, "
+                        f"got slot {child} again"
+                    )
+                if tokens[child] in seen:
+                    raise ValueError(
+                        f"draft_tokens[{r}, {child}]: expected siblings to differ, got token "
+                        f"{tokens[child]} twice under slot {node}"
+                    )
+                found.add(child)
+                seen.add(tokens[child])
+                child = siblings[child]
+
+
+def sample_and_verify(
+    logits: Tensor,
+    position_ids: Tensor,
+    seeds: Tensor | int,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None = None,
+    *,
+    temperature: Tensor | float | None = None,
+    top_k: Tensor | int | None = None,
+    top_p: Tensor | float | None = None,
+    min_p: Tensor | float | None = None,
+    allowed_mask: Tensor | None = None,
+    validate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sample_tokens` at the visited nodes only, fused with `verify_tree`; the same bits.
+
+    ::
+
+        draw at the root -> is it a child? -> draw there -> ... -> the draw with no child: the bonus
+
+    Args:
+        logits: [B, N, V], see `sample_tokens`.
+        position_ids: [B, N] int64.
+        seeds: [B] int64 or one int.
+        draft_tokens: [B, N] int64, see `verify_tree`.
+        first_child: [B, N] int32.
+        next_sibling: [B, N] int32.
+        max_depth: most drafts accepted.
+        num_nodes: [B] int32; a request with none is inactive.
+        temperature: see `sample_tokens`, as the filters that follow.
+        top_k: see `sample_tokens`.
+        top_p: see `sample_tokens`.
+        min_p: see `sample_tokens`.
+        allowed_mask: see `sample_tokens`.
+        validate: check values too (reads them back to the host).
+
+    Returns:
+        emitted_tokens int64 [B, max_depth + 1], -1 padded, the bonus last; then accept_index,
+        accept_length and bonus_token as `verify_tree` gives them.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or value, or requires grad in grad mode.
+
+    Source: see `sample_tokens` and `verify_tree`.
+    """
+    _checks.refuse_grad(logits=logits)
+    temperature, top_k, top_p, min_p = _filters(logits, temperature, top_k, top_p, min_p)
+    return _checks.call(
+        _call_sample_and_verify,
+        _check_sample_and_verify,
+        validate,
+        logits,
+        position_ids,
+        _seeds(logits, seeds),
+        draft_tokens,
+        first_child,
+        next_sibling,
+        max_depth,
+        num_nodes,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        allowed_mask,
+    )
+
+
+def _call_sample_and_verify(*args):
+    *rest, temperature, top_k, top_p, min_p, allowed_mask = args
+    return _sample_and_verify(
+        *rest,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        allowed_mask=allowed_mask,
+    )
+
+
+def _check_sample_and_verify(
+    logits: Tensor,
+    position_ids: Tensor,
+    seeds: Tensor,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None,
+    *filters: Tensor | None,
+    values: bool,
+) -> None:
+    _check_sample_tokens(logits, position_ids, seeds, *filters, values=values)
+    b, n = logits.shape[:2]
+    _checks.same_device(logits=logits, draft_tokens=draft_tokens)
+    _check_links(b, n, draft_tokens, first_child, next_sibling, max_depth, num_nodes, values=values)
+
+
+def verify_tree_coins(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The law of `verify_tree` from the caller's uniform coins; has no kernel yet and raises.
+
+    Raises:
+        NotImplementedError: always; use `sample_and_verify`.
+    """
+    return _verify_tree_coins(
+        target_probs,
+        draft_tokens,
+        first_child,
+        next_sibling,
+        coins,
+        final_coins,
+        max_depth,
+        num_nodes,
+    )
