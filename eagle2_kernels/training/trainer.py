@@ -1,0 +1,496 @@
+"""Training an EAGLE-1/2 head on text the target wrote itself.
+
+The head learns the target's distribution at every response position, from true features and from
+its own (the recursive levels a tree needs). Start: the closed-form regression of the next feature
+on [embedding, feature]. The run writes checkpoints and resumes exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle2_kernels.models.heads import EagleHead
+from eagle2_kernels.training.data import (
+    Conversation,
+    FeatureCache,
+    batches,
+    draft_vocabulary,
+    read_conversations,
+    split,
+)
+from eagle2_kernels.training.evaluate import TreeShape, accepted_at, walk
+
+__all__ = ["TrainConfig", "Trainer", "ridge_start", "soft_cross_entropy", "train"]
+
+
+@dataclass
+class TrainConfig:
+    """What a run needs to know. The defaults are those of the head this package ships."""
+
+    data: str = ""
+    """A .jsonl or .jsonl.gz file of {prompt, response, greedy}: token ids the target wrote."""
+    target: str = "demo"
+    """Directory of a Hugging Face causal LM, or "demo" for the embedded SmolLM2."""
+    output: str = "head"
+    """Directory the finished head is written to (config.json, model.safetensors)."""
+    work_dir: str = "train-work"
+    """Checkpoints, cached features and log.jsonl."""
+    resume: bool = False
+    """Continue from the work directory's checkpoint; otherwise a run in it is an error."""
+    draft_vocab_size: int = 8192
+    """Most frequent response ids the head may propose; 0 keeps the whole vocabulary."""
+    max_tokens: int | None = 1_100_000
+    """Training tokens used at most, greedy conversations first; None for all."""
+    held_out: int = 48
+    """Greedy conversations kept for validation."""
+    steps: int = 3000
+    """Optimizer steps in all."""
+    batch_size: int = 8
+    """Conversations a step."""
+    unroll: int = 2
+    """Draft levels trained: 1 from true features only, more from the head's own."""
+    unroll_from: int = 0
+    """First step with more than one level."""
+    unroll_weight: float = 0.8
+    """Loss weight of each level relative to the one before."""
+    learning_rate: float = 1e-3
+    """Peak rate of AdamW: linear warmup, flat, then linear decay to a fiftieth."""
+    warmup_steps: int = 60
+    """Steps of linear warmup."""
+    decay_fraction: float = 0.4
+    """Last part of the run in which the rate decays. The flat middle lets a run be lengthened."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of the matrices."""
+    clip_norm: float = 1.0
+    """Largest gradient norm."""
+    feature_weight: float = 0.5
+    """Weight of the smooth-L1 loss on the feature beside the cross-entropy."""
+    feature_noise: float = 0.0
+    """Half-width of uniform noise on input features, in units of their standard deviation."""
+    ridge_tokens: int = 60_000
+    """Tokens of the closed-form start; 0 starts from random weights."""
+    ridge_lambda: float = 1e-2
+    """Ridge penalty, relative to each input's sum of squares."""
+    eval_every: int = 300
+    """Steps between validations (and one at the end)."""
+    checkpoint_minutes: float = 3.0
+    """Minutes between checkpoints; one is also written at the end."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+    seed: int = 0
+    """Of the split, the data order, the initial weights and the noise."""
+    stop_after: int | None = None
+    """End this run early, checkpoint written, after that many steps in all (for tests, or to
+    share a machine); the schedule still counts `steps`."""
+    tree: TreeShape = field(default_factory=TreeShape)
+    """Tree of the teacher-forced accept length."""
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Loss and gradient in one pass over chunks of rows: no [rows, Vd] tensor outlives a chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, features: Tensor, weight: Tensor, chunk: int) -> Tensor:
+        levels, rows = hidden.shape[:2]
+        grad = torch.empty_like(hidden)
+        losses = torch.zeros(levels, dtype=torch.float32, device=hidden.device)
+        low = hidden.to(weight.dtype)
+        for start in range(0, rows, chunk):
+            part = slice(start, start + chunk)
+            target = torch.softmax((features[part].to(weight.dtype) @ weight.T).float(), dim=-1)
+            for level in range(levels):
+                logp = torch.log_softmax((low[level, part] @ weight.T).float(), dim=-1)
+                losses[level] -= torch.dot(target.flatten(), logp.flatten())
+                residual = logp.exp_().sub_(target)
+                grad[level, part] = residual.to(weight.dtype) @ weight
+        ctx.save_for_backward(grad)
+        ctx.rows = rows
+        return losses / rows
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * (grad_losses / ctx.rows)[:, None, None].to(grad.dtype), None, None, None
+
+
+def soft_cross_entropy(hidden: Tensor, features: Tensor, weight: Tensor, chunk: int = 64) -> Tensor:
+    """loss[s] = mean over rows of -sum_v softmax(W f)_v log softmax(W g_s)_v.
+
+    hidden [S, R, H] (what the head predicts, S levels), features [R, H] (what the target has),
+    weight [Vd, H] (lm_head rows, frozen) -> [S] float32; differentiable in `hidden` only.
+    """
+    return _SoftCrossEntropy.apply(hidden, features, weight, chunk)
+
+
+def loss_rows(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor]:
+    """(batch index, draft row) of every row in a loss: its output predicts a response token.
+
+    Row i holds (token i + 1, feature i) and predicts feature i + 1 and token i + 2; its root is
+    token i + 1, so rows run from the response's first token to the one before its last.
+    """
+    batch, rows = [], []
+    for b, c in enumerate(conversations):
+        r = torch.arange(len(c.prompt) - 1, len(c) - 2)
+        rows.append(r)
+        batch.append(torch.full_like(r, b))
+    return torch.cat(batch), torch.cat(rows)
+
+
+@torch.no_grad()
+def ridge_start(
+    head: EagleHead, cache: FeatureCache, indices: Sequence[int], penalty: float
+) -> float:
+    """Set fc to argmin |fc [e_{i+1}; f_i] + bias - f_{i+1}|^2 + penalty |fc D|^2, response rows.
+
+    D holds the root of each input's sum of squares, so the penalty is the same for embeddings and
+    features. The layer's two output projections become zero: the head starts as that regression.
+    Returns the share of variance explained.
+    """
+    size = head.config.hidden_size
+    # A column of ones carries the bias.
+    gram = torch.zeros(2 * size + 1, 2 * size + 1, dtype=torch.float64)
+    cross = torch.zeros(2 * size + 1, size, dtype=torch.float64)
+    square, total, count = 0.0, torch.zeros(size, dtype=torch.float64), 0
+    for start in range(0, len(indices), 8):
+        part = list(indices[start : start + 8])
+        tokens, features = cache.batch(part)
+        b, r = loss_rows([cache.conversations[i] for i in part])
+        if not len(r):
+            continue
+        f = features.float().cpu()
+        e = head.embed(tokens).float().cpu()
+        x = torch.cat((e[b, r + 1], f[b, r], torch.ones(len(r), 1)), dim=1)
+        y = f[b, r + 1]
+        gram += (x.T @ x).double()
+        cross += (x.T @ y).double()
+        square += float(y.square().sum(dtype=torch.float64))
+        total += y.sum(0, dtype=torch.float64)
+        count += len(r)
+    if not count:
+        raise ValueError("ridge_start: expected conversations with at least two response tokens")
+    if head.fc.bias is None:
+        gram[-1, :], gram[:, -1], cross[-1] = 0, 0, 0
+        gram[-1, -1] = 1
+    # Embeddings are far smaller than features: a common penalty would erase them, so scale first.
+    scale = gram.diagonal().clamp_min(1e-12).sqrt()
+    system = gram / scale / scale[:, None]
+    system += penalty * torch.eye(len(system), dtype=torch.float64)
+    solution = torch.linalg.solve(system, cross / scale[:, None]) / scale[:, None]
+    head.fc.weight.copy_(solution[:-1].T)
+    if head.fc.bias is not None:
+        head.fc.bias.copy_(solution[-1])
+    head.layers[0].self_attn.o_proj.weight.zero_()
+    head.layers[0].mlp.down_proj.weight.zero_()
+    error = square - 2 * float((solution * cross).sum())
+    error += float((solution * (gram @ solution)).sum())
+    return 1.0 - error / (square - float(total.square().sum()) / count)
+
+
+class Trainer:
+    """One run: data, cached features, the head, its optimizer, checkpoints and the log."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: nn.Module,
+        conversations: Sequence[Conversation],
+        *,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        self.config = c = config
+        self.target = target.eval().requires_grad_(False)
+        self.work = Path(c.work_dir)
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.checkpoint = self.work / "checkpoint.pt"
+        if self.checkpoint.is_file() and not c.resume:
+            raise FileExistsError(
+                f"work_dir: {self.work} holds a run; resume it (resume=True, --resume) or name "
+                "another directory"
+            )
+        self.training, self.validation = split(conversations, c.held_out, c.max_tokens, c.seed)
+        vocab = None
+        if c.draft_vocab_size:
+            vocab = draft_vocabulary(self.training, c.draft_vocab_size, eos_ids)
+        # Master weights in float32; the forward runs in bfloat16 under autocast.
+        self.head = EagleHead.from_target(target, vocab, dtype=torch.float32, seed=c.seed)
+        self.device = target.get_input_embeddings().weight.device
+        self.cache = FeatureCache(self.training, target, self.work, "train")
+        self.held_out = FeatureCache(self.validation, target, self.work, "valid")
+        matrices = [p for p in self.head.parameters() if p.ndim == 2]
+        others = [p for p in self.head.parameters() if p.ndim != 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": c.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=c.learning_rate,
+            betas=(0.9, 0.95),
+        )
+        self.step, self.tokens_seen, self.seconds = 0, 0, 0.0
+        self._argmax: dict[int, Tensor] = {}
+        if c.resume and self.checkpoint.is_file():
+            self._load()
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: warmup, flat, linear decay to a fiftieth of the peak."""
+        c = self.config
+        warm = min(1.0, (step + 1) / max(1, c.warmup_steps))
+        left = (c.steps - step) / max(1.0, c.decay_fraction * c.steps)
+        return c.learning_rate * warm * min(1.0, max(0.02, left))
+
+    def start(self) -> None:
+        """Closed-form start from the first conversations of epoch 0 (their features are kept)."""
+        c = self.config
+        indices, total = [], 0
+        for group in batches(self.training, c.batch_size, 0, c.seed):
+            if total >= c.ridge_tokens:
+                break
+            indices += group
+            total += sum(len(self.training[i]) for i in group)
+        if indices:
+            explained = ridge_start(self.head, self.cache, indices, c.ridge_lambda)
+            self._log(event="ridge", tokens=total, explained=round(explained, 4))
+
+    def loss(self, indices: Sequence[int], noise: torch.Generator | None = None) -> Tensor:
+        """Loss of one batch: sum over levels of w^s (cross-entropy + a * smooth-L1) / sum w^s."""
+        c = self.config
+        tokens, features = self.cache.batch(indices)
+        b, r = loss_rows([self.training[i] for i in indices])
+        levels = c.unroll if self.step >= c.unroll_from else 1
+        given = features
+        if c.feature_noise and noise is not None:
+            shift = torch.rand(features.shape, generator=noise).to(features.device) - 0.5
+            given = features + (2 * c.feature_noise * features.float().std() * shift).to(
+                features.dtype
+            )
+        with torch.autocast(self.device.type, torch.bfloat16):
+            outputs = self.head.forward_train(tokens[:, 1:], given[:, :-1], levels)
+        hidden = torch.stack([g[b, r] for g in outputs]).float()
+        truth = features[b, r + 1]
+        entropy = soft_cross_entropy(hidden, truth, self.head.lm_head_weight)
+        near = F.smooth_l1_loss(hidden, truth.float().expand_as(hidden), reduction="none").mean(
+            dim=(1, 2)
+        )
+        weights = c.unroll_weight ** torch.arange(levels, device=hidden.device)
+        self._parts = (entropy.detach(), near.detach())
+        return (weights * (entropy + c.feature_weight * near)).sum() / weights.sum()
+
+    def run(self, progress: Callable[[int, int, str], None] | None = None) -> EagleHead:
+        """Train to the end (or `stop_after`), validating and writing checkpoints on the way.
+
+        `progress(step, steps, text)` is called after each step.
+        """
+        c = self.config
+        if self.step == 0:
+            if c.ridge_tokens:
+                self.start()
+            self.validate()
+            self.save_checkpoint()
+        self.head.train()
+        last_save = began = time.monotonic()
+        before = self.seconds
+        end = c.steps if c.stop_after is None else min(c.steps, c.stop_after)
+        for indices in self._schedule():
+            if self.step >= end:
+                break
+            noise = torch.Generator().manual_seed(c.seed * 1_000_003 + self.step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(self.step)
+            loss = self.loss(indices, noise)
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(f"loss is {loss.item()} at step {self.step}")
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(self.head.parameters(), c.clip_norm)
+            self.optimizer.step()
+            self.step += 1
+            self.tokens_seen += sum(len(self.training[i]) for i in indices)
+            self.seconds = before + time.monotonic() - began
+            entropy, near = self._parts
+            if progress is not None:
+                text = " ".join(f"{v:.3f}" for v in entropy.tolist())
+                progress(self.step, c.steps, f"loss {text} | {self.tokens_seen / 1e6:.2f} M tokens")
+            if self.step % 20 == 0:
+                self._log(
+                    event="train",
+                    entropy=[round(v, 4) for v in entropy.tolist()],
+                    smooth_l1=[round(v, 4) for v in near.tolist()],
+                    grad_norm=round(float(norm), 3),
+                    rate=self.rate(self.step - 1),
+                )
+            if self.step % c.eval_every == 0 or self.step == c.steps:
+                self.validate()
+            if time.monotonic() - last_save > 60 * c.checkpoint_minutes:
+                self.save_checkpoint()
+                last_save = time.monotonic()
+        self.save_checkpoint()
+        return self.head
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Held-out agreement with the target's argmax (top 1, top 4) and accept length.
+
+        The accept length walks each held-out answer with `config.tree`, the weights in bfloat16 as
+        they ship; the answer stands for the target, so it is an estimate of real decoding.
+        """
+        self.head.eval()
+        head = self._shipped()
+        top1 = top4 = rows = tokens = forwards = 0
+        for i, c in enumerate(self.validation):
+            ids, features = self.held_out.batch([i])
+            r = torch.arange(len(c.prompt) - 1, len(c) - 2, device=ids.device)
+            if not len(r):
+                continue
+            hidden = head.forward_train(ids[:, 1:], features[:, :-1].to(head.fc.weight.dtype))[0]
+            guess = head.logits(hidden[0, r]).topk(4, dim=-1).indices
+            if head.draft_to_target is not None:
+                guess = head.draft_to_target[guess]
+            hit = guess == self._target_argmax(i, features[0, r + 1])[:, None]
+            top1 += int(hit[:, 0].sum())
+            top4 += int(hit.any(dim=-1).sum())
+            rows += len(r)
+            accepted = accepted_at(head, ids[0], features[0], len(c.prompt), self.config.tree)
+            emitted, used = walk(accepted)
+            tokens, forwards = tokens + emitted, forwards + used
+        self.head.train()
+        figures = {
+            "top1": round(top1 / max(rows, 1), 4),
+            "top4": round(top4 / max(rows, 1), 4),
+            "accept_length": round(tokens / max(forwards, 1), 4),
+        }
+        self._log(event="validation", **figures)
+        return figures
+
+    def _target_argmax(self, index: int, features: Tensor) -> Tensor:
+        if index not in self._argmax:
+            lm_head = self.target.get_output_embeddings()
+            self._argmax[index] = lm_head(features.to(lm_head.weight.dtype)).argmax(dim=-1)
+        return self._argmax[index]
+
+    def _shipped(self) -> EagleHead:
+        dtype = self.head.embed_weight.dtype
+        head = EagleHead(
+            self.head.config, self.head.draft_to_target, dtype=dtype, device=self.device
+        )
+        head.load_state_dict(self.head.state_dict())
+        return head.bind(self.target).eval()
+
+    def _schedule(self) -> Iterator[list[int]]:
+        """Batches from the current step on; the order depends on seed and step only."""
+        per_epoch = math.ceil(len(self.training) / self.config.batch_size)
+        epoch, skip = divmod(self.step, per_epoch)
+        while True:
+            groups = list(batches(self.training, self.config.batch_size, epoch, self.config.seed))
+            per_epoch = len(groups)
+            yield from groups[skip:]
+            epoch, skip = epoch + 1, 0
+
+    def save_checkpoint(self) -> None:
+        """Write head, optimizer and counters atomically; flush the cached features first."""
+        self.cache.flush()
+        self.held_out.flush()
+        state = {
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "seconds": self.seconds,
+            "config": asdict(self.config),
+        }
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.checkpoint)
+
+    def _load(self) -> None:
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        # What decides the data order may not change in mid-run.
+        fixed = ("seed", "batch_size", "held_out", "max_tokens", "draft_vocab_size")
+        then, now = state["config"], asdict(self.config)
+        changed = [f"{k} ({then[k]!r} -> {now[k]!r})" for k in fixed if then[k] != now[k]]
+        if changed:
+            raise ValueError(f"resume: expected the run's own settings, changed: {changed}")
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        self.seconds = state["seconds"]
+
+    def _log(self, **row: Any) -> None:
+        row = {"step": self.step, "tokens_seen": self.tokens_seen, **row}
+        row["seconds"] = round(self.seconds, 1)
+        with (self.work / "log.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
+
+
+def train(config: TrainConfig) -> Path:
+    """Run a training from files to a saved head, with a progress bar; return the head's directory.
+
+    Raises FileNotFoundError for missing data, FileExistsError for a used work directory without
+    `resume`, ValueError for settings that do not fit.
+    """
+    if not config.data or not Path(config.data).is_file():
+        raise FileNotFoundError(f"data: expected a .jsonl or .jsonl.gz file, got {config.data!r}")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    conversations = read_conversations(config.data)
+    target = _load_target(config.target)
+    eos = target.generation_config.eos_token_id or target.config.eos_token_id
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    trainer = Trainer(config, target, conversations, eos_ids=eos)
+    with _Progress() as progress:
+        head = trainer.run(progress)
+    if trainer.step >= config.steps:
+        head.save(config.output)
+    return Path(config.output)
+
+
+def _load_target(name: str) -> nn.Module:
+    if name == "demo":
+        from eagle2_kernels.demo import load_target
+
+        return load_target(dtype=torch.bfloat16)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+
+
+class _Progress:
+    """A rich progress bar."""
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self.bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar.start()
+        task = self.bar.add_task("starting", total=None)
+
+        def update(step: int, steps: int, text: str) -> None:
+            self.bar.update(task, total=steps, completed=step, description=text)
+
+        return update
+
+    def __exit__(self, *exc: object) -> None:
+        self.bar.stop()
