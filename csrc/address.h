@@ -1,5 +1,6 @@
-// Where a key or value lies in a cache: torch-free, one statement for every backend, all of it in 64 bits. A pool of
-// some hundred pages of a large model passes 2^31 elements, and page ids pass 2^16.
+// Where a key or value lies in a cache: torch-free, one statement for every backend, all of it in
+// 64 bits. A pool of some hundred pages of a large model passes 2^31 elements, and page ids pass
+// 2^16.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,9 @@
 
 namespace eagle2 {
 
-// Offset, in elements, of slot `slot` and head `head` of block `block`. A dense cache [B, S, H, D] has one block per
-// request and S slots in it; a paged cache [pages, page_size, H, D] has one block per page.
+// Offset, in elements, of slot `slot` and head `head` of block `block`. A dense cache [B, S, H, D]
+// has one block per request and S slots in it; a paged cache [pages, page_size, H, D] has one block
+// per page.
 EAGLE2_HOST_DEVICE inline int64_t cache_offset(int64_t block, int64_t block_stride, int64_t slot,
                                                int64_t slot_stride, int64_t head,
                                                int64_t head_stride) {
@@ -28,8 +30,9 @@ struct CacheSlot {
   int64_t slot;
 };
 
-// `table` is the request's row of the page table (entries `table_stride` apart), or null for a dense cache, where
-// the block is the request itself. Never reads a table entry at or past `num_entries`.
+// `table` is the request's row of the page table (entries `table_stride` apart), or null for a
+// dense cache, where the block is the request itself. Never reads a table entry at or past
+// `num_entries`.
 EAGLE2_HOST_DEVICE inline CacheSlot cache_slot(int64_t position, int64_t request,
                                                const int32_t* table, int64_t table_stride,
                                                int64_t num_entries, int64_t page_size,

@@ -1,0 +1,441 @@
+// tree_attention and merge_attention_states on the CPU: argument checks, choice of instruction set,
+// threads. The arithmetic is in attention_kernel.h.
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../address.h"
+#include "attention_params.h"
+#include "common.h"
+
+namespace eagle2 {
+namespace {
+
+// Scratch memory of one task. The thread keeps it for the next task: memory fresh from the system
+// costs more page faults than a short call takes.
+class Arena {
+ public:
+  ~Arena() {
+    Memory& memory = thread_memory();
+    if (memory.blocks.size() > 1) {
+      memory.blocks.clear();
+      memory.blocks.push_back(allocate(taken_));
+      memory.size = taken_;
+    }
+  }
+
+  template <typename T>
+  T* take(int64_t count) {
+    Memory& memory = thread_memory();
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+    if (memory.blocks.empty() || used_ + bytes > memory.size) {
+      memory.size = std::max<size_t>(bytes, 1 << 18);
+      memory.blocks.push_back(allocate(memory.size));
+      used_ = 0;
+    }
+    char* at = memory.blocks.back().get() + used_;
+    used_ += bytes;
+    taken_ += bytes;
+    return reinterpret_cast<T*>(at);
+  }
+
+ private:
+  static constexpr size_t kAlign = 64;
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  using Block = std::unique_ptr<char, Free>;
+  struct Memory {
+    std::vector<Block> blocks;
+    size_t size = 0;  // of the last block
+  };
+  static Memory& thread_memory() {
+    static thread_local Memory memory;
+    return memory;
+  }
+  static Block allocate(size_t bytes) {
+    void* p = nullptr;
+    if (posix_memalign(&p, kAlign, bytes) != 0) throw std::bad_alloc();
+    return Block(static_cast<char*>(p));
+  }
+  size_t used_ = 0, taken_ = 0;
+};
+
+#if defined(__x86_64__) && defined(__linux__)
+#define EAGLE2_X86_DISPATCH 1
+#endif
+
+namespace baseline {
+#define EAGLE2_VECTOR_BYTES 16
+#include "attention_kernel.h"
+#undef EAGLE2_VECTOR_BYTES
+}  // namespace baseline
+
+#ifdef EAGLE2_X86_DISPATCH
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+namespace avx2 {
+#define EAGLE2_VECTOR_BYTES 32
+#include "attention_kernel.h"
+#undef EAGLE2_VECTOR_BYTES
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), \
+                             apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+namespace avx512 {
+#define EAGLE2_VECTOR_BYTES 64
+#include "attention_kernel.h"
+#undef EAGLE2_VECTOR_BYTES
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // EAGLE2_X86_DISPATCH
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// What this CPU has, capped by ATEN_CPU_CAPABILITY as PyTorch's own kernels are.
+Isa detect_isa() {
+#ifdef EAGLE2_X86_DISPATCH
+  const char* cap = std::getenv("ATEN_CPU_CAPABILITY");
+  const bool any = cap == nullptr || std::strcmp(cap, "") == 0;
+  const bool up_to_avx512 = any || std::strncmp(cap, "avx512", 6) == 0;
+  const bool up_to_avx2 = up_to_avx512 || std::strcmp(cap, "avx2") == 0;
+  __builtin_cpu_init();
+  if (up_to_avx512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return Isa::kAvx512;
+  }
+  if (up_to_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    return Isa::kAvx2;
+  }
+#endif
+  return Isa::kBaseline;
+}
+
+template <typename T>
+void attend_all(const AttentionParams& params) {
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  static const Isa isa = detect_isa();
+  parallel_for(params.batch * params.kv_heads * params.splits, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      switch (isa) {
+#ifdef EAGLE2_X86_DISPATCH
+        case Isa::kAvx512:
+          avx512::attend<T, A>(params, task);
+          break;
+        case Isa::kAvx2:
+          avx2::attend<T, A>(params, task);
+          break;
+#endif
+        default:
+          baseline::attend<T, A>(params, task);
+      }
+    }
+  });
+}
+
+// Keys per chunk when the caller does not say: a chunk of K and of V, converted, stays in the
+// second-level cache. Depends on head dim and dtype only, so that a row's bits do.
+int64_t default_chunk(int64_t head_dim) { return head_dim <= 128 ? 128 : 64; }
+
+constexpr int64_t kMaxChunk = 1 << 16;
+
+double scalar_at(const Tensor& tensor, int64_t offset) {
+  const void* data = tensor.const_data_ptr();
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return static_cast<const double*>(data)[offset];
+    case ScalarType::Float:
+      return static_cast<const float*>(data)[offset];
+    case ScalarType::Half:
+      return static_cast<const c10::Half*>(data)[offset];
+    case ScalarType::BFloat16:
+      return static_cast<const c10::BFloat16*>(data)[offset];
+    default:
+      fail("sinks: expected a floating point dtype, got ",
+           torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
+template <typename T>
+void tree_attention_typed(AttentionParams& p, const Tensor& q, const Tensor& k_cache,
+                          const Tensor& v_cache, const Tensor& out, bool paged) {
+  const auto query = view<T, 4>(q, "q");
+  const auto k = view<T, 4>(k_cache, "k_cache");
+  const auto v = view<T, 4>(v_cache, "v_cache");
+  const auto result = mutable_view<T, 4>(out, "out");
+  p.batch = query.size[0];
+  p.nodes = query.size[1];
+  p.q_heads = query.size[2];
+  p.head_dim = query.size[3];
+  p.num_blocks = k.size[0];
+  p.page_size = k.size[1];
+  p.kv_heads = k.size[2];
+  if (p.head_dim < 1) fail("q: expected a head dim of at least 1, got ", p.head_dim);
+  if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0) {
+    fail("q: expected a multiple of the ", p.kv_heads, " KV heads, got ", p.q_heads, " heads");
+  }
+  p.group = p.q_heads / p.kv_heads;
+  check_shape(k, "k_cache", {paged ? -1 : p.batch, -1, -1, p.head_dim});
+  if (v.size[3] != p.head_dim) {
+    fail("v_cache: a head dim (", v.size[3], ") other than K's (", p.head_dim,
+         ") has no kernel yet");
+  }
+  check_shape(v, "v_cache", {p.num_blocks, p.page_size, p.kv_heads, p.head_dim});
+  check_shape(result, "out", {p.batch, p.nodes, p.q_heads, p.head_dim});
+  const auto contiguous = [](const auto& t, const char* name) {
+    if (t.size[3] > 1 && t.stride[3] != 1) {
+      fail(name, ": expected a contiguous last dimension, got stride ", t.stride[3]);
+    }
+  };
+  contiguous(query, "q");
+  contiguous(k, "k_cache");
+  contiguous(v, "v_cache");
+  contiguous(result, "out");
+  p.q = query.data;
+  p.k = k.data;
+  p.v = v.data;
+  p.out = result.data;
+  for (int i = 0; i < 3; ++i) {
+    p.q_stride[i] = query.stride[i];
+    p.k_stride[i] = k.stride[i];
+    p.v_stride[i] = v.stride[i];
+    p.out_stride[i] = result.stride[i];
+  }
+}
+
+void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& prefix_lens, const std::optional<Tensor>& tree_mask,
+                        std::optional<int64_t> tree_len, const std::optional<Tensor>& qo_indptr,
+                        std::optional<int64_t> max_q, const std::optional<Tensor>& page_table,
+                        const std::optional<Tensor>& depths, std::optional<int64_t> max_prefix_len,
+                        std::optional<double> sm_scale, double softcap,
+                        std::optional<int64_t> window, const std::optional<Tensor>& sinks,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                        std::optional<int64_t> kv_chunk, const Tensor& out,
+                        const std::optional<Tensor>& lse) {
+  if (qo_indptr.has_value() || max_q.has_value()) {
+    fail("qo_indptr: flat ragged queries have no kernel yet");
+  }
+  if (k_scale.has_value() || v_scale.has_value()) {
+    fail("k_scale, v_scale: float8 caches have no kernel yet");
+  }
+  if (max_prefix_len.has_value() && *max_prefix_len < 0) {
+    fail("max_prefix_len: expected a length, got ", *max_prefix_len);
+  }
+  AttentionParams p{};
+  const ScalarType dtype = q.scalar_type();
+  switch (dtype) {
+    case ScalarType::Double:
+      tree_attention_typed<double>(p, q, k_cache, v_cache, out, page_table.has_value());
+      break;
+    case ScalarType::Float:
+      tree_attention_typed<float>(p, q, k_cache, v_cache, out, page_table.has_value());
+      break;
+    case ScalarType::Half:
+      tree_attention_typed<c10::Half>(p, q, k_cache, v_cache, out, page_table.has_value());
+      break;
+    case ScalarType::BFloat16:
+      tree_attention_typed<c10::BFloat16>(p, q, k_cache, v_cache, out, page_table.has_value());
+      break;
+    default:
+      fail("q: expected float64, float32, float16 or bfloat16, got ",
+           torch::headeronly::toString(dtype));
+  }
+
+  const auto lens = view<int32_t, 1>(prefix_lens, "prefix_lens");
+  check_shape(lens, "prefix_lens", {p.batch});
+  p.prefix_lens = lens.data;
+  p.prefix_stride = lens.stride[0];
+
+  const auto table = view<int32_t, 2>(page_table, "page_table");
+  if (table.data != nullptr || page_table.has_value()) {
+    check_shape(table, "page_table", {p.batch, -1});
+    if (p.page_size < 1) fail("k_cache: expected a page size of at least 1, got ", p.page_size);
+    p.page_table = table.data;
+    p.table_stride[0] = table.stride[0];
+    p.table_stride[1] = table.stride[1];
+    p.table_entries = table.size[1];
+    p.capacity = p.table_entries * p.page_size;
+  } else {
+    p.capacity = p.page_size;
+  }
+
+  p.tree_len = tree_len.value_or(p.nodes);
+  if (p.tree_len != 0 && p.tree_len < p.nodes) {
+    fail("tree_len: expected 0 or at least the ", p.nodes, " queries, got ", p.tree_len);
+  }
+  if (p.tree_len < 0 || p.tree_len > std::numeric_limits<int32_t>::max()) {
+    fail("tree_len: expected 0 or more, got ", p.tree_len);
+  }
+  const auto mask = view<int64_t, 3>(tree_mask, "tree_mask");
+  if (tree_mask.has_value()) {
+    check_shape(mask, "tree_mask", {p.batch, p.nodes, (p.tree_len + 63) / 64});
+    // An empty tensor may have no memory: with tree_len 0 there is no word to read.
+    if (p.tree_len > 0) p.mask = mask.data;
+    for (int i = 0; i < 3; ++i) p.mask_stride[i] = mask.stride[i];
+  }
+  const auto depth = view<int32_t, 2>(depths, "depths");
+  if (depths.has_value()) {
+    check_shape(depth, "depths", {p.batch, p.tree_len});
+    p.depths = depth.data;
+    p.depths_stride[0] = depth.stride[0];
+    p.depths_stride[1] = depth.stride[1];
+  }
+  if (window.has_value()) {
+    if (*window < 1) fail("window: expected at least 1 key, got ", *window);
+    if (p.tree_len == 0) fail("window: with tree_len 0 the queries have no position");
+    if (p.mask != nullptr && p.depths == nullptr) {
+      fail("depths: needed with window, a slot of a tree does not tell its position");
+    }
+    p.window = *window;
+  }
+  if (!(softcap >= 0) || std::isinf(softcap)) {
+    fail("softcap: expected 0 (off) or a positive number, got ", softcap);
+  }
+  p.softcap = softcap;
+  p.scale = sm_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.chunk = kv_chunk.value_or(default_chunk(p.head_dim));
+  if (p.chunk < 1 || p.chunk > kMaxChunk) {
+    fail("kv_chunk: expected 1 to ", kMaxChunk, " keys, got ", p.chunk);
+  }
+  std::vector<double> sink_values;
+  if (sinks.has_value()) {
+    if (sinks->dim() != 1 || sinks->size(0) != p.q_heads) {
+      fail("sinks: expected shape [", p.q_heads, "], one logit per query head");
+    }
+    for (int64_t h = 0; h < p.q_heads; ++h) {
+      sink_values.push_back(scalar_at(*sinks, h * sinks->stride(0)));
+    }
+    p.sinks = sink_values.data();
+  }
+  if (lse.has_value()) {
+    const auto sums = mutable_view<float, 3>(*lse, "lse");
+    check_shape(sums, "lse", {p.batch, p.nodes, p.q_heads});
+    p.lse = sums.data;
+    for (int i = 0; i < 3; ++i) p.lse_stride[i] = sums.stride[i];
+  }
+  if (p.batch == 0 || p.nodes == 0) return;
+
+  // Parts of the nodes repeat the loading of keys, so there are only as many as keep the threads
+  // busy.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t tasks = p.batch * p.kv_heads;
+  p.splits = 1;
+  if (tasks % threads != 0 && tasks < 4 * threads) {
+    p.splits = std::min(p.nodes, tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
+  }
+
+  switch (dtype) {
+    case ScalarType::Double:
+      return attend_all<double>(p);
+    case ScalarType::Float:
+      return attend_all<float>(p);
+    case ScalarType::Half:
+      return attend_all<c10::Half>(p);
+    default:
+      return attend_all<c10::BFloat16>(p);
+  }
+}
+
+template <typename T>
+void merge_typed(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
+                 const Tensor& out, const Tensor& lse) {
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const auto a = view<T, 4>(out_a, "out_a");
+  const auto b = view<T, 4>(out_b, "out_b");
+  const auto to = mutable_view<T, 4>(out, "out");
+  const auto sum_a = view<float, 3>(lse_a, "lse_a");
+  const auto sum_b = view<float, 3>(lse_b, "lse_b");
+  const auto sum = mutable_view<float, 3>(lse, "lse");
+  const int64_t batch = a.size[0], nodes = a.size[1], heads = a.size[2], dim = a.size[3];
+  check_shape(b, "out_b", {batch, nodes, heads, dim});
+  check_shape(to, "out", {batch, nodes, heads, dim});
+  check_shape(sum_a, "lse_a", {batch, nodes, heads});
+  check_shape(sum_b, "lse_b", {batch, nodes, heads});
+  check_shape(sum, "lse", {batch, nodes, heads});
+  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+  parallel_for(batch * nodes, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t r = row / nodes, n = row % nodes;
+      for (int64_t h = 0; h < heads; ++h) {
+        const float x = sum_a(r, n, h), y = sum_b(r, n, h);
+        const bool no_x = x == kMinusInfinity, no_y = y == kMinusInfinity;
+        if (no_x || no_y) {
+          const auto& only = no_y ? a : b;
+          for (int64_t d = 0; d < dim; ++d) {
+            to(r, n, h, d) = no_x && no_y ? static_cast<T>(0.0f) : only(r, n, h, d);
+          }
+          sum(r, n, h) = no_y ? x : y;
+          continue;
+        }
+        const float peak = x > y ? x : y;
+        const float weight_x = std::exp(x - peak), weight_y = std::exp(y - peak);
+        const float total = weight_x + weight_y;
+        const A share_x = weight_x / total, share_y = weight_y / total;
+        for (int64_t d = 0; d < dim; ++d) {
+          to(r, n, h, d) = static_cast<T>(static_cast<A>(a(r, n, h, d)) * share_x +
+                                          static_cast<A>(b(r, n, h, d)) * share_y);
+        }
+        sum(r, n, h) = peak + std::log(total);
+      }
+    }
+  });
+}
+
+void merge_attention_states_out(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                const Tensor& lse_b, const Tensor& out, const Tensor& lse) {
+  switch (out_a.scalar_type()) {
+    case ScalarType::Double:
+      return merge_typed<double>(out_a, lse_a, out_b, lse_b, out, lse);
+    case ScalarType::Float:
+      return merge_typed<float>(out_a, lse_a, out_b, lse_b, out, lse);
+    case ScalarType::Half:
+      return merge_typed<c10::Half>(out_a, lse_a, out_b, lse_b, out, lse);
+    case ScalarType::BFloat16:
+      return merge_typed<c10::BFloat16>(out_a, lse_a, out_b, lse_b, out, lse);
+    default:
+      fail("out_a: expected float64, float32, float16 or bfloat16, got ",
+           torch::headeronly::toString(out_a.scalar_type()));
+  }
+}
+
+std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& out_a, const Tensor& lse_a,
+                                                  const Tensor& out_b, const Tensor& lse_b) {
+  Tensor out = torch::stable::new_empty(out_a, out_a.sizes());
+  Tensor lse = torch::stable::new_empty(lse_a, lse_a.sizes());
+  merge_attention_states_out(out_a, lse_a, out_b, lse_b, out, lse);
+  return {out, lse};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
+  m.impl("tree_attention_out", TORCH_BOX(&tree_attention_out));
+  m.impl("merge_attention_states", TORCH_BOX(&merge_attention_states));
+  m.impl("merge_attention_states_out", TORCH_BOX(&merge_attention_states_out));
+}
+
+}  // namespace
+}  // namespace eagle2

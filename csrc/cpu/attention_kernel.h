@@ -1,0 +1,789 @@
+// The attention kernel, compiled once per instruction set: attention.cpp includes this file inside
+// a namespace of its own with the target's options switched on and EAGLE2_VECTOR_BYTES set. No
+// include guard, no includes.
+//
+// One task is (request, KV head, range of nodes). Its rows are node-major, then the query heads of
+// the group. Keys are taken in position order and in chunks that sit at fixed positions, [c *
+// chunk, (c + 1) * chunk):
+//
+//     prefix                                   | own path
+//     [ chunk 0 ][ chunk 1 ] ... [ chunk c ....|.........][ chunk c + 1 ]
+//
+// Every row sees the prefix at the same positions, so a prefix chunk is loaded once (K transposed,
+// both converted to the accumulation type) and used by all rows. A row's path (the ancestors of its
+// node in order of depth, itself last) follows at positions prefix_len, prefix_len + 1, ...: it
+// completes the prefix's last chunk and may go on behind it. A causal chain has one path for all
+// rows and is treated as more prefix with an end per row.
+//
+// Why a row gets the same bits whatever stands beside it: a score is one chain of multiply-adds
+// over the head dim, an output element one chain over the chunk's keys in position order, and
+// vector lanes hold different keys or different elements, so that blocking, batching and order of
+// storage cannot touch a chain. The only sum across lanes (the softmax denominator of a chunk)
+// assigns lanes by position. Chunks merge in ascending order, one by one.
+
+template <typename A>
+struct Vector;
+template <>
+struct Vector<float> {
+  typedef float type __attribute__((vector_size(EAGLE2_VECTOR_BYTES)));
+  typedef int32_t mask __attribute__((vector_size(EAGLE2_VECTOR_BYTES)));
+};
+template <>
+struct Vector<double> {
+  typedef double type __attribute__((vector_size(EAGLE2_VECTOR_BYTES)));
+  typedef int64_t mask __attribute__((vector_size(EAGLE2_VECTOR_BYTES)));
+};
+
+using F32 = Vector<float>::type;
+using I32 = Vector<float>::mask;
+typedef uint32_t U32 __attribute__((vector_size(EAGLE2_VECTOR_BYTES)));
+typedef uint16_t U16 __attribute__((vector_size(EAGLE2_VECTOR_BYTES / 2)));
+
+template <typename A>
+constexpr int kLanes = EAGLE2_VECTOR_BYTES / sizeof(A);
+
+// Registers hold kRows x kColumns accumulators.
+constexpr int kRows = 4;
+constexpr int kColumns = EAGLE2_VECTOR_BYTES == 64 ? 4 : 2;
+
+template <typename A>
+inline typename Vector<A>::type broadcast(A x) {
+  return x - typename Vector<A>::type{};  // x - 0 keeps the sign of a zero
+}
+
+inline F32 load(const float* p) {
+  F32 x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline Vector<double>::type load(const double* p) {
+  Vector<double>::type x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline F32 load(const c10::BFloat16* p) {
+  U16 bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  return (F32)(__builtin_convertvector(bits, U32) << 16);
+}
+
+// Exact for every half, subnormals, infinities and NaN included: the exponent is rebased by one
+// multiplication.
+inline F32 load(const c10::Half* p) {
+  U16 bits;
+  __builtin_memcpy(&bits, p, sizeof bits);
+  const U32 wide = __builtin_convertvector(bits, U32);
+  const F32 magnitude = (F32)((wide & 0x7fff) << 13) * 0x1p112f;
+  const U32 special = (U32)((wide & 0x7c00) == 0x7c00) & 0x7f800000u;
+  return (F32)((U32)magnitude | special | ((wide & 0x8000) << 16));
+}
+
+template <typename A>
+inline void store(A* p, typename Vector<A>::type x) {
+  __builtin_memcpy(p, &x, sizeof x);
+}
+
+// e^x for x <= 0. Below the smallest normal number the result is 0; NaN stays NaN.
+inline F32 exp_nonpositive(F32 x) {
+  constexpr float kMagic =
+      12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const F32 shifted = x * 1.44269504088896341f + kMagic;
+  const F32 n = shifted - kMagic;
+  F32 r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  F32 y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  const F32 square = r * r;
+  y = y * square + r;
+  y = y + 1.0f;
+  const I32 exponent = ((I32)shifted - 0x4b400000 + 127) << 23;
+  y = y * (F32)exponent;
+  return (F32)((I32)y & ~(x < -87.33f));
+}
+
+inline Vector<double>::type exp_nonpositive(Vector<double>::type x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+template <typename A>
+inline A exp_nonpositive_scalar(A x) {
+  return exp_nonpositive(broadcast<A>(x))[0];
+}
+
+inline F32 hyperbolic_tangent(F32 x) {
+  const I32 sign = (I32)x & INT32_MIN;
+  const F32 magnitude = (F32)((I32)x & INT32_MAX);
+  const F32 decay = exp_nonpositive(magnitude * -2.0f);
+  const F32 large = (F32)((I32)((1.0f - decay) / (1.0f + decay)) | sign);
+  const F32 square = x * x;
+  F32 y = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  y = y * square - 5.37397155531e-2f;
+  y = y * square + 1.33314422036e-1f;
+  y = y * square - 3.33332819422e-1f;
+  const F32 cube = square * x;
+  const F32 small = y * cube + x;
+  const I32 is_small = magnitude < 0.625f;
+  return (F32)(((I32)small & is_small) | ((I32)large & ~is_small));
+}
+
+inline Vector<double>::type hyperbolic_tangent(Vector<double>::type x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::tanh(x[i]);
+  return x;
+}
+
+// Lane sums in one fixed order.
+template <typename A>
+inline A sum_lanes(typename Vector<A>::type x) {
+  A lanes[kLanes<A>];
+  store(lanes, x);
+  for (int half = kLanes<A> / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
+  }
+  return lanes[0];
+}
+
+template <typename A>
+inline A max_lanes(typename Vector<A>::type x) {
+  A most = x[0];
+  for (int i = 1; i < kLanes<A>; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// One step of a butterfly transpose: lanes with bit `Half` clear come from a, the others from b,
+// `high` of each pair.
+template <typename A, int Half, bool High, int... I>
+inline typename Vector<A>::type interleave(typename Vector<A>::type a, typename Vector<A>::type b,
+                                           std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(
+      a, b, ((I & Half) ? kLanes<A> + (High ? I : I - Half) : (High ? I + Half : I))...);
+#else
+  using Mask = typename Vector<A>::mask;
+  return __builtin_shuffle(
+      a, b, Mask{((I & Half) ? kLanes<A> + (High ? I : I - Half) : (High ? I + Half : I))...});
+#endif
+}
+
+template <typename A, int Half>
+inline void transpose_step(typename Vector<A>::type* x) {
+  using Lanes = std::make_integer_sequence<int, kLanes<A>>;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes<A>; ++i) {
+    if (i & Half) continue;
+    const auto low = interleave<A, Half, false>(x[i], x[i + Half], Lanes{});
+    const auto high = interleave<A, Half, true>(x[i], x[i + Half], Lanes{});
+    x[i] = low;
+    x[i + Half] = high;
+  }
+}
+
+template <typename A>
+inline void transpose(typename Vector<A>::type* x) {
+  if constexpr (kLanes<A> > 8) transpose_step<A, 8>(x);
+  if constexpr (kLanes<A> > 4) transpose_step<A, 4>(x);
+  if constexpr (kLanes<A> > 2) transpose_step<A, 2>(x);
+  transpose_step<A, 1>(x);
+}
+
+// columns[d * pitch + j] = rows[j][d], converted. Reads `count` rows rounded up to a multiple of
+// the lane count.
+template <typename T, typename A>
+void load_transposed(const T* const* rows, int64_t count, int64_t dim, A* columns, int64_t pitch) {
+  constexpr int L = kLanes<A>;
+  for (int64_t j = 0; j < count; j += L) {
+    int64_t d = 0;
+    for (; d + L <= dim; d += L) {
+      typename Vector<A>::type block[L];
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) block[i] = load(rows[j + i] + d);
+      transpose<A>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) store(columns + (d + i) * pitch + j, block[i]);
+    }
+    for (; d < dim; ++d) {
+      for (int i = 0; i < L; ++i) columns[d * pitch + j + i] = static_cast<A>(rows[j + i][d]);
+    }
+  }
+}
+
+// row[0 .. dim) converted; up to the next multiple of the lane count `to` is filled with zeros.
+template <typename T, typename A>
+inline void load_row(const T* row, int64_t dim, A* to) {
+  constexpr int L = kLanes<A>;
+  int64_t d = 0;
+  for (; d + L <= dim; d += L) store(to + d, load(row + d));
+  if (d == dim) return;
+  for (int i = 0; i < L; ++i) to[d + i] = d + i < dim ? static_cast<A>(row[d + i]) : A(0);
+}
+
+// Where values come from: rows in place, converted as they are read, or a scratch block of
+// converted rows.
+template <typename T>
+struct RowsInPlace {
+  const T* const* rows;
+  auto at(int64_t j, int64_t d) const { return load(rows[j] + d); }
+};
+template <typename A>
+struct RowsInScratch {
+  const A* base;
+  int64_t pitch;
+  auto at(int64_t j, int64_t d) const { return load(base + j * pitch + d); }
+};
+
+// scores[r][j] = sum over d of q[r][d] * columns[d][j], each score one chain over ascending d.
+template <typename A, int R, int V>
+inline void score_block(const A* q, int64_t q_pitch, const A* columns, int64_t pitch, int64_t dim,
+                        A* scores, int64_t scores_pitch) {
+  constexpr int L = kLanes<A>;
+  typename Vector<A>::type sum[R][V] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+    typename Vector<A>::type key[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) key[v] = load(columns + d * pitch + v * L);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto query = broadcast<A>(q[r * q_pitch + d]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[r][v] = sum[r][v] + query * key[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(scores + r * scores_pitch + v * L, sum[r][v]);
+  }
+}
+
+template <typename A, int R>
+void score_rows(const A* q, int64_t q_pitch, const A* columns, int64_t pitch, int64_t dim,
+                int64_t vectors, A* scores, int64_t scores_pitch) {
+  constexpr int L = kLanes<A>;
+  int64_t v = 0;
+  for (; v + kColumns <= vectors; v += kColumns) {
+    score_block<A, R, kColumns>(q, q_pitch, columns + v * L, pitch, dim, scores + v * L,
+                                scores_pitch);
+  }
+  for (; v < vectors; ++v) {
+    score_block<A, R, 1>(q, q_pitch, columns + v * L, pitch, dim, scores + v * L, scores_pitch);
+  }
+}
+
+template <typename A>
+void score(int rows, const A* q, int64_t q_pitch, const A* columns, int64_t pitch, int64_t dim,
+           int64_t vectors, A* scores, int64_t scores_pitch) {
+  switch (rows) {
+    case 1:
+      return score_rows<A, 1>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
+    case 2:
+      return score_rows<A, 2>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
+    case 3:
+      return score_rows<A, 3>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
+    default:
+      return score_rows<A, 4>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
+  }
+}
+
+// sum[r][d] += weights[r][j] * values[j][d] for j in [begin, end), each element one chain over
+// ascending j.
+template <typename A, int R, int V, typename Values>
+inline void accumulate_block(const A* weights, int64_t weights_pitch, Values values, int64_t begin,
+                             int64_t end, int64_t d, A* sum, int64_t sum_pitch) {
+  constexpr int L = kLanes<A>;
+  typename Vector<A>::type part[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) part[r][v] = load(sum + r * sum_pitch + d + v * L);
+  }
+  for (int64_t j = begin; j < end; ++j) {
+    typename Vector<A>::type value[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) value[v] = values.at(j, d + v * L);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto weight = broadcast<A>(weights[r * weights_pitch + j]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) part[r][v] = part[r][v] + weight * value[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(sum + r * sum_pitch + d + v * L, part[r][v]);
+  }
+}
+
+template <typename A, int R, typename Values>
+void accumulate_rows(const A* weights, int64_t weights_pitch, Values values, int64_t begin,
+                     int64_t end, int64_t vectors, A* sum, int64_t sum_pitch) {
+  constexpr int L = kLanes<A>;
+  int64_t v = 0;
+  for (; v + kColumns <= vectors; v += kColumns) {
+    accumulate_block<A, R, kColumns>(weights, weights_pitch, values, begin, end, v * L, sum,
+                                     sum_pitch);
+  }
+  for (; v < vectors; ++v) {
+    accumulate_block<A, R, 1>(weights, weights_pitch, values, begin, end, v * L, sum, sum_pitch);
+  }
+}
+
+template <typename A, typename Values>
+void accumulate(int rows, const A* weights, int64_t weights_pitch, Values values, int64_t begin,
+                int64_t end, int64_t vectors, A* sum, int64_t sum_pitch) {
+  if (begin >= end) return;
+  switch (rows) {
+    case 1:
+      return accumulate_rows<A, 1>(weights, weights_pitch, values, begin, end, vectors, sum,
+                                   sum_pitch);
+    case 2:
+      return accumulate_rows<A, 2>(weights, weights_pitch, values, begin, end, vectors, sum,
+                                   sum_pitch);
+    case 3:
+      return accumulate_rows<A, 3>(weights, weights_pitch, values, begin, end, vectors, sum,
+                                   sum_pitch);
+    default:
+      return accumulate_rows<A, 4>(weights, weights_pitch, values, begin, end, vectors, sum,
+                                   sum_pitch);
+  }
+}
+
+// The shared keys: those all rows see at once, the ragged ends row by row, so that no row meets a
+// value it may not see.
+template <typename A, typename Values>
+void accumulate_shared(int rows, const A* weights, int64_t weights_pitch, Values values,
+                       const int64_t* begin, const int64_t* end, int64_t vectors, A* sum,
+                       int64_t sum_pitch) {
+  const int64_t low = *std::max_element(begin, begin + rows);
+  const int64_t high = std::max(low, *std::min_element(end, end + rows));
+  for (int r = 0; r < rows; ++r) {
+    accumulate<A>(1, weights + r * weights_pitch, weights_pitch, values, begin[r],
+                  low < high ? low : end[r], vectors, sum + r * sum_pitch, sum_pitch);
+  }
+  if (low == high) return;
+  accumulate<A>(rows, weights, weights_pitch, values, low, high, vectors, sum, sum_pitch);
+  for (int r = 0; r < rows; ++r) {
+    accumulate<A>(1, weights + r * weights_pitch, weights_pitch, values, high, end[r], vectors,
+                  sum + r * sum_pitch, sum_pitch);
+  }
+}
+
+// In place on whole vectors: softcap, and an infinite score becomes NaN. A row that sees a
+// non-finite key must show it; a score of -inf would drop the key in silence.
+template <typename A>
+void cap_scores(A* scores, int64_t begin, int64_t end, A softcap) {
+  constexpr int L = kLanes<A>;
+  const A inverse = softcap > 0 ? 1 / softcap : A(0);
+  for (int64_t j = begin; j < end; j += L) {
+    auto x = load(scores + j);
+    x = x + (x - x);
+    if (softcap > 0) x = hyperbolic_tangent(x * inverse) * softcap;
+    store(scores + j, x);
+  }
+}
+
+// Scores to e^(score - peak) in place on whole vectors; the caller has set what the row does not
+// see to -inf.
+template <typename A>
+void exponentiate(A* scores, int64_t begin, int64_t end, A* peak, A* total) {
+  constexpr int L = kLanes<A>;
+  auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
+  for (int64_t j = begin; j < end; j += L) {
+    const auto x = load(scores + j);
+    most = x > most ? x : most;  // NaN never becomes the peak
+  }
+  *peak = max_lanes<A>(most);
+  const auto shift = broadcast<A>(*peak);
+  typename Vector<A>::type sum = {};
+  for (int64_t j = begin; j < end; j += L) {
+    const auto weight = exp_nonpositive(load(scores + j) - shift);
+    sum = sum + weight;
+    store(scores + j, weight);
+  }
+  *total = sum_lanes<A>(sum);
+}
+
+// The running softmax of a row takes in one chunk. The larger of the two peaks keeps its weight of
+// exactly 1, so each update is a single multiply-add.
+template <typename A>
+void merge_chunk(A peak, A total, const A* sum, int64_t dim, A* row_peak, A* row_total,
+                 A* row_sum) {
+  if (peak > *row_peak) {
+    const A decay = exp_nonpositive_scalar<A>(*row_peak - peak);
+    for (int64_t d = 0; d < dim; d += kLanes<A>) {
+      store(row_sum + d, load(sum + d) + load(row_sum + d) * decay);
+    }
+    *row_total = total + *row_total * decay;
+    *row_peak = peak;
+  } else {
+    const A decay = exp_nonpositive_scalar<A>(peak - *row_peak);
+    for (int64_t d = 0; d < dim; d += kLanes<A>) {
+      store(row_sum + d, load(row_sum + d) + load(sum + d) * decay);
+    }
+    *row_total = *row_total + total * decay;
+  }
+}
+
+// What the rows of one node see: the shared keys at positions [begin, end), then the path's slots.
+// A slot outside the window stays in the path, so that the others keep their positions; it is
+// stored as ~slot.
+struct NodeView {
+  int64_t begin, end;
+  int64_t path, path_count;  // range in the task's list of slots
+};
+
+inline bool mask_word(const AttentionParams& p, int64_t request, int64_t node, int64_t word,
+                      int64_t slots, uint64_t* bits) {
+  const int64_t first = word * 64;
+  if (first >= slots) return false;
+  *bits = static_cast<uint64_t>(
+      p.mask[request * p.mask_stride[0] + node * p.mask_stride[1] + word * p.mask_stride[2]]);
+  if (slots - first < 64) *bits &= (uint64_t{1} << (slots - first)) - 1;
+  return true;
+}
+
+// Depth of every tree slot as far as it is known, else -1: given, or the number of ancestors in the
+// slot's own mask row. Slots of an earlier call (below tree_len - nodes) have no row here.
+inline void slot_depths(const AttentionParams& p, int64_t request, int64_t slots,
+                        std::vector<int32_t>& depths) {
+  depths.assign(slots, -1);
+  if (p.depths != nullptr) {
+    for (int64_t j = 0; j < slots; ++j) {
+      depths[j] = p.depths[request * p.depths_stride[0] + j * p.depths_stride[1]];
+    }
+    return;
+  }
+  const int64_t first = p.tree_len - p.nodes;
+  for (int64_t j = std::max<int64_t>(first, 0); j < slots; ++j) {
+    int32_t count = 0;
+    uint64_t bits;
+    for (int64_t w = 0; mask_word(p, request, j - first, w, p.tree_len, &bits); ++w) {
+      count += __builtin_popcountll(bits);
+    }
+    depths[j] = count - 1;
+  }
+}
+
+// Appends the slots node `node` sees to `list`, in path order. In a tree they have the depths 0, 1,
+// ..., so a slot of known depth has its place; the rest (earlier slots without depths, or a mask
+// that is no tree) fill the free places in ascending order. Parents may have larger slots than
+// their children.
+inline void append_path(const AttentionParams& p, int64_t request, int64_t node, int64_t slots,
+                        const std::vector<int32_t>& depths, std::vector<int32_t>& list,
+                        std::vector<int32_t>& rest) {
+  const size_t start = list.size();
+  rest.clear();
+  uint64_t bits;
+  for (int64_t w = 0; mask_word(p, request, node, w, slots, &bits); ++w) {
+    for (; bits != 0; bits &= bits - 1) {
+      rest.push_back(static_cast<int32_t>(w * 64 + __builtin_ctzll(bits)));
+    }
+  }
+  const int64_t count = static_cast<int64_t>(rest.size());
+  list.resize(start + count, -1);
+  size_t left = 0;
+  for (const int32_t slot : rest) {
+    const int32_t depth = depths[slot];
+    if (depth >= 0 && depth < count && list[start + depth] < 0) {
+      list[start + depth] = slot;
+    } else {
+      rest[left++] = slot;
+    }
+  }
+  size_t next = 0;
+  for (int64_t i = 0; next < left; ++i) {
+    if (list[start + i] < 0) list[start + i] = rest[next++];
+  }
+}
+
+// The rows of cache positions [first, first + count) of one KV head. Positions without a place in
+// the cache point to `zero`, a row of zeros: a wrong length or page id gives a wrong result, never
+// a wild read.
+template <typename T>
+void cache_rows(const AttentionParams& p, const void* cache, const int64_t* stride, int64_t request,
+                int64_t head, int64_t first, int64_t count, const T* zero, const T** rows) {
+  const T* base = static_cast<const T*>(cache);
+  const int32_t* table =
+      p.page_table == nullptr ? nullptr : p.page_table + request * p.table_stride[0];
+  for (int64_t done = 0; done < count;) {
+    const CacheSlot at = cache_slot(first + done, request, table, p.table_stride[1],
+                                    p.table_entries, p.page_size, p.num_blocks);
+    const int64_t offset = (first + done) % p.page_size;
+    const int64_t run = std::min(count - done, p.page_size - offset);
+    for (int64_t i = 0; i < run; ++i) {
+      rows[done + i] = at.block < 0 ? zero
+                                    : base + cache_offset(at.block, stride[0], at.slot + i,
+                                                          stride[1], head, stride[2]);
+    }
+    done += run;
+  }
+}
+
+constexpr int64_t kTileRows = 256;
+
+template <typename T, typename A>
+void attend(const AttentionParams& p, int64_t task) {
+  constexpr int L = kLanes<A>;
+  constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
+  const int64_t split = task % p.splits;
+  const int64_t kv_head = task / p.splits % p.kv_heads;
+  const int64_t request = task / p.splits / p.kv_heads;
+  const int64_t dim = p.head_dim, group = p.group, chunk = p.chunk;
+  const int64_t vectors = (dim + L - 1) / L, row_pitch = vectors * L;
+  const int64_t pitch = (chunk + L - 1) / L * L;
+  const int64_t scores_pitch = pitch + (kColumns + 1) * L;
+  const int64_t tile_nodes = std::max<int64_t>(1, kTileRows / group);
+  const int64_t tile_rows = tile_nodes * group;
+
+  const int64_t prefix =
+      std::clamp<int64_t>(p.prefix_lens[request * p.prefix_stride], 0, p.capacity);
+  const int64_t slots = std::min(p.tree_len, p.capacity - prefix);
+  const int64_t first_slot = p.tree_len - p.nodes;
+  // A chain whose positions are its slots needs no path: it is more prefix, with an end per row.
+  const bool chain = p.mask == nullptr && (p.window == 0 || p.depths == nullptr);
+
+  Arena arena;
+  A* q = arena.take<A>(tile_rows * dim);
+  A* row_peak = arena.take<A>(tile_rows);
+  A* row_total = arena.take<A>(tile_rows);
+  A* row_sum = arena.take<A>(tile_rows * row_pitch);
+  A* columns = arena.take<A>(dim * pitch);
+  A* path_columns = arena.take<A>(dim * pitch);
+  A* values = arena.take<A>(pitch * row_pitch);
+  A* scores = arena.take<A>(kRows * scores_pitch);
+  A* sum = arena.take<A>(kRows * row_pitch);
+  A* value = arena.take<A>(row_pitch);
+  T* zero = arena.take<T>(dim);
+  const T** k_rows = arena.take<const T*>(pitch);
+  const T** v_rows = arena.take<const T*>(pitch);
+  const T** path_rows = arena.take<const T*>(pitch);
+  NodeView* view = arena.take<NodeView>(tile_nodes);
+  std::fill(zero, zero + dim, static_cast<T>(0.0f));
+
+  static thread_local std::vector<int32_t> depths, paths, rest;
+  if (!chain && p.mask != nullptr) slot_depths(p, request, slots, depths);
+
+  const int64_t node_begin = p.nodes * split / p.splits;
+  const int64_t node_end = p.nodes * (split + 1) / p.splits;
+  for (int64_t tile = node_begin; tile < node_end; tile += tile_nodes) {
+    const int64_t nodes = std::min(tile_nodes, node_end - tile);
+    const int64_t rows = nodes * group;
+
+    // What each node sees.
+    paths.clear();
+    int64_t first_key = INT64_MAX, shared_end = 0, last_key = 0;
+    for (int64_t n = 0; n < nodes; ++n) {
+      const int64_t node = tile + n, slot = first_slot + node;
+      NodeView& see = view[n];
+      see = {0, prefix, static_cast<int64_t>(paths.size()), 0};
+      if (p.tree_len > 0 && chain) {
+        see.end = prefix + std::min(slot + 1, slots);
+        if (p.window > 0) see.begin = std::max<int64_t>(0, prefix + slot - p.window + 1);
+      } else if (p.tree_len > 0) {
+        if (p.mask != nullptr) {
+          append_path(p, request, node, slots, depths, paths, rest);
+        } else {
+          for (int64_t j = 0; j <= slot && j < slots; ++j) paths.push_back(j);
+        }
+        see.path_count = static_cast<int64_t>(paths.size()) - see.path;
+        if (p.window > 0) {
+          const int32_t* depth = p.depths + request * p.depths_stride[0];
+          const int64_t own = depth[slot * p.depths_stride[1]];
+          see.begin = std::clamp<int64_t>(prefix + own - p.window + 1, 0, prefix);
+          for (int64_t i = see.path; i < see.path + see.path_count; ++i) {
+            if (own - depth[paths[i] * p.depths_stride[1]] >= p.window) paths[i] = ~paths[i];
+          }
+        }
+        if (see.path_count == 0) see.end = see.begin = 0;  // a padding row sees nothing
+      }
+      if (see.begin >= see.end) see.begin = see.end = 0;
+      if (see.end > 0) first_key = std::min(first_key, see.begin);
+      if (see.path_count > 0) first_key = std::min(first_key, prefix);
+      shared_end = std::max(shared_end, see.end);
+      last_key = std::max({last_key, see.end, see.path_count > 0 ? prefix + see.path_count : 0});
+    }
+
+    // Queries, scaled; empty running softmax.
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* from = static_cast<const T*>(p.q) + request * p.q_stride[0] +
+                      (tile + r / group) * p.q_stride[1] +
+                      (kv_head * group + r % group) * p.q_stride[2];
+      for (int64_t d = 0; d < dim; ++d) {
+        q[r * dim + d] = static_cast<A>(from[d]) * static_cast<A>(p.scale);
+      }
+      row_peak[r] = kMinusInfinity;
+      row_total[r] = 0;
+    }
+    std::fill(row_sum, row_sum + rows * row_pitch, A(0));
+
+    const bool in_place = dim % L == 0 && (std::is_same_v<T, A> || rows <= kRows);
+    const int64_t first_chunk = first_key == INT64_MAX ? 0 : first_key / chunk;
+    for (int64_t c = first_chunk; c * chunk < last_key; ++c) {
+      const int64_t start = c * chunk;
+      const int64_t shared = std::clamp<int64_t>(shared_end - start, 0, chunk);
+      const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
+      if (shared > skip) {
+        const int64_t count = shared - skip;
+        cache_rows<T>(p, p.k, p.k_stride, request, kv_head, start + skip, count, zero,
+                      k_rows + skip);
+        cache_rows<T>(p, p.v, p.v_stride, request, kv_head, start + skip, count, zero,
+                      v_rows + skip);
+        for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
+        load_transposed<T, A>(k_rows + skip, count, dim, columns + skip, pitch);
+        if (!in_place) {
+          for (int64_t j = skip; j < shared; ++j) load_row(v_rows[j], dim, values + j * row_pitch);
+        }
+      }
+
+      int64_t loaded_node = -1;
+      for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
+        const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
+        int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
+        int64_t low = chunk, high = 0;
+        for (int r = 0; r < count; ++r) {
+          const NodeView& see = view[(r0 + r) / group];
+          begin[r] = std::clamp<int64_t>(see.begin - start, 0, chunk);
+          end[r] = std::clamp<int64_t>(see.end - start, 0, chunk);
+          if (begin[r] >= end[r]) begin[r] = end[r] = 0;
+          if (end[r] > 0) low = std::min(low, begin[r]);
+          high = std::max(high, end[r]);
+        }
+        if (low < high) {
+          const int64_t from = low / L * L;
+          score<A>(count, q + r0 * dim, dim, columns + from, pitch, dim, (high - from + L - 1) / L,
+                   scores + from, scores_pitch);
+        }
+
+        // Positions of the path inside this chunk: [path_begin, path_end), per row.
+        int64_t path_begin[kRows], path_end[kRows];
+        for (int r = 0; r < count; ++r) {
+          const int64_t n = (r0 + r) / group;
+          const NodeView& see = view[n];
+          path_begin[r] = std::clamp<int64_t>(prefix - start, 0, chunk);
+          path_end[r] = see.path_count == 0
+                            ? path_begin[r]
+                            : std::clamp<int64_t>(prefix + see.path_count - start, 0, chunk);
+          const int64_t length = path_end[r] - path_begin[r];
+          if (length <= 0) continue;
+          if (n != loaded_node) {
+            const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
+            for (int64_t j = 0; j < length; ++j) {
+              const int64_t slot = path[j] < 0 ? ~path[j] : path[j];
+              cache_rows<T>(p, p.k, p.k_stride, request, kv_head, prefix + slot, 1, zero,
+                            path_rows + j);
+            }
+            for (int64_t j = length; j % L != 0; ++j) path_rows[j] = zero;
+            load_transposed<T, A>(path_rows, length, dim, path_columns, pitch);
+            loaded_node = n;
+          }
+          // The rows of one node follow each other and are scored together.
+          const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+          score<A>(same, q + (r0 + r) * dim, dim, path_columns, pitch, dim, (length + L - 1) / L,
+                   scores + r * scores_pitch + path_begin[r], scores_pitch);
+          for (int i = 1; i < same; ++i) {
+            path_begin[r + i] = path_begin[r];
+            path_end[r + i] = path_end[r];
+          }
+          r += same - 1;
+        }
+
+        A peak[kRows], total[kRows];
+        bool sees[kRows];
+        for (int r = 0; r < count; ++r) {
+          const bool path = path_end[r] > path_begin[r];
+          sees[r] = path || begin[r] < end[r];
+          if (!sees[r]) continue;
+          const int64_t from = begin[r] < end[r] ? begin[r] : path_begin[r];
+          const int64_t to = path ? path_end[r] : end[r];
+          const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
+          A* row = scores + r * scores_pitch;
+          cap_scores<A>(row, whole_from, whole_to, static_cast<A>(p.softcap));
+          std::fill(row + whole_from, row + from, kMinusInfinity);
+          std::fill(row + to, row + whole_to, kMinusInfinity);
+          if (path) {
+            const NodeView& see = view[(r0 + r) / group];
+            bool any = begin[r] < end[r];
+            for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
+              if (paths[see.path + start + j - prefix] < 0) {
+                row[j] = kMinusInfinity;
+              } else {
+                any = true;
+              }
+            }
+            sees[r] = any;
+            if (!any) continue;
+          }
+          exponentiate<A>(row, whole_from, whole_to, &peak[r], &total[r]);
+        }
+
+        std::fill(sum, sum + count * row_pitch, A(0));
+        if (in_place) {
+          accumulate_shared<A>(count, scores, scores_pitch, RowsInPlace<T>{v_rows}, begin, end,
+                               vectors, sum, row_pitch);
+        } else {
+          accumulate_shared<A>(count, scores, scores_pitch, RowsInScratch<A>{values, row_pitch},
+                               begin, end, vectors, sum, row_pitch);
+        }
+        for (int r = 0; r < count; ++r) {
+          const NodeView& see = view[(r0 + r) / group];
+          for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
+            const int32_t slot = paths[see.path + start + j - prefix];
+            if (slot < 0) continue;
+            const T* from;
+            cache_rows<T>(p, p.v, p.v_stride, request, kv_head, prefix + slot, 1, zero, &from);
+            load_row(from, dim, value);
+            accumulate<A>(1, scores + r * scores_pitch + j, scores_pitch,
+                          RowsInScratch<A>{value, 0}, 0, 1, vectors, sum + r * row_pitch,
+                          row_pitch);
+          }
+        }
+
+        for (int r = 0; r < count; ++r) {
+          if (!sees[r]) continue;
+          merge_chunk<A>(peak[r], total[r], sum + r * row_pitch, row_pitch, &row_peak[r0 + r],
+                         &row_total[r0 + r], row_sum + (r0 + r) * row_pitch);
+        }
+      }
+    }
+
+    // Normalise and store.
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t node = tile + r / group, head = kv_head * group + r % group;
+      A most = row_peak[r], total = row_total[r], weight = 1;
+      const bool empty = total == 0;
+      if (p.sinks != nullptr) {
+        const A sink = static_cast<A>(p.sinks[head]);
+        if (empty) {
+          most = sink;
+          total = 1;
+        } else if (sink > most) {
+          weight = exp_nonpositive_scalar<A>(most - sink);
+          total = 1 + total * weight;
+          most = sink;
+        } else {
+          total = total + exp_nonpositive_scalar<A>(sink - most);
+        }
+      }
+      T* to = static_cast<T*>(p.out) + request * p.out_stride[0] + node * p.out_stride[1] +
+              head * p.out_stride[2];
+      if (empty) {
+        std::fill(to, to + dim, static_cast<T>(0.0f));
+      } else {
+        const A scale = weight / total;
+        const A* from = row_sum + r * row_pitch;
+        for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<T>(from[d] * scale);
+      }
+      if (p.lse != nullptr) {
+        const bool nothing = empty && p.sinks == nullptr;
+        p.lse[request * p.lse_stride[0] + node * p.lse_stride[1] + head * p.lse_stride[2]] =
+            nothing ? -std::numeric_limits<float>::infinity()
+                    : static_cast<float>(most + std::log(total));
+      }
+    }
+  }
+}

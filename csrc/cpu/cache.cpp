@@ -1,0 +1,190 @@
+// write_kv and compact_kv on the CPU: rows of a dense or paged cache are moved as bytes, whatever
+// their dtype.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "../address.h"
+#include "common.h"
+
+namespace eagle2 {
+namespace {
+
+// A [., ., heads, dim] tensor as bytes: strides in bytes, `row` bytes per (slot, head).
+struct Rows {
+  char* data;
+  int64_t size[3], stride[3];
+  int64_t row;
+};
+
+Rows rows_of(const Tensor& tensor, const char* name) {
+  if (tensor.dim() != 4) fail(name, ": expected 4 dimensions, got ", tensor.dim());
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  if (sizes[3] > 1 && strides[3] != 1) {
+    fail(name, ": expected a contiguous last dimension, got stride ", strides[3]);
+  }
+  const auto bytes = static_cast<int64_t>(tensor.element_size());
+  Rows rows;
+  rows.data = static_cast<char*>(tensor.data_ptr());
+  for (int i = 0; i < 3; ++i) {
+    rows.size[i] = sizes[i];
+    rows.stride[i] = strides[i] * bytes;
+  }
+  rows.row = sizes[3] * bytes;
+  return rows;
+}
+
+// Where a request's cache positions lie.
+class Places {
+ public:
+  Places(const Rows& cache, const char* name, int64_t batch, const View<const int32_t, 2>& table,
+         bool paged)
+      : cache_(cache), table_(table), paged_(paged) {
+    if (!paged && cache.size[0] != batch) {
+      fail(name, ": expected one row per request (", batch, "), got ", cache.size[0]);
+    }
+    if (paged && cache.size[1] < 1) {
+      fail(name, ": expected a page size of at least 1, got ", cache.size[1]);
+    }
+  }
+
+  // The bytes of head 0 at a position, or null when it has no place in the cache.
+  char* at(int64_t request, int64_t position) const {
+    CacheSlot place{-1, 0};
+    if (!paged_) {
+      place = cache_slot(position, request, nullptr, 0, 0, cache_.size[1], cache_.size[0]);
+    } else if (table_.size[1] > 0) {
+      place = cache_slot(position, request, &table_(request), table_.stride[1], table_.size[1],
+                         cache_.size[1], cache_.size[0]);
+    }
+    if (place.block < 0) return nullptr;
+    return cache_.data +
+           cache_offset(place.block, cache_.stride[0], place.slot, cache_.stride[1], 0, 0);
+  }
+
+ private:
+  const Rows& cache_;
+  const View<const int32_t, 2>& table_;
+  const bool paged_;
+};
+
+View<const int32_t, 2> view_table(const std::optional<Tensor>& page_table, int64_t batch) {
+  const auto table = view<int32_t, 2>(page_table, "page_table");
+  if (page_table.has_value()) check_shape(table, "page_table", {batch, -1});
+  return table;
+}
+
+constexpr int64_t kBytesPerThread = 1 << 16;
+
+int64_t grain_of(int64_t bytes) { return std::max<int64_t>(1, kBytesPerThread / (bytes + 1)); }
+
+void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+              const Tensor& prefix_lens, const std::optional<Tensor>& lengths,
+              const std::optional<Tensor>& page_table) {
+  const Rows from[2] = {rows_of(k, "k"), rows_of(v, "v")};
+  const Rows to[2] = {rows_of(k_cache, "k_cache"), rows_of(v_cache, "v_cache")};
+  const int64_t batch = from[0].size[0], nodes = from[0].size[1], heads = from[0].size[2];
+  const char* names[2][2] = {{"k", "k_cache"}, {"v", "v_cache"}};
+  const Tensor* dtypes[2][2] = {{&k, &k_cache}, {&v, &v_cache}};
+  for (int i = 0; i < 2; ++i) {
+    if (dtypes[i][0]->scalar_type() != dtypes[i][1]->scalar_type()) {
+      fail(names[i][0], ": expected the dtype of ", names[i][1], ", ",
+           torch::headeronly::toString(dtypes[i][1]->scalar_type()), ", got ",
+           torch::headeronly::toString(dtypes[i][0]->scalar_type()));
+    }
+    if (from[i].size[0] != batch || from[i].size[1] != nodes || from[i].size[2] != heads) {
+      fail(names[i][0], ": expected [", batch, ", ", nodes, ", ", heads, ", D] like k");
+    }
+    if (to[i].size[2] != heads || to[i].row != from[i].row) {
+      fail(names[i][1], ": expected the heads and head dim of ", names[i][0]);
+    }
+  }
+  const auto lens = view<int32_t, 1>(prefix_lens, "prefix_lens");
+  check_shape(lens, "prefix_lens", {batch});
+  const auto counts = view<int32_t, 1>(lengths, "lengths");
+  if (lengths.has_value()) check_shape(counts, "lengths", {batch});
+  const auto table = view_table(page_table, batch);
+  const Places places[2] = {{to[0], "k_cache", batch, table, page_table.has_value()},
+                            {to[1], "v_cache", batch, table, page_table.has_value()}};
+
+  parallel_for(
+      batch * nodes, grain_of(heads * (from[0].row + from[1].row)),
+      [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t b = row / nodes, j = row % nodes;
+          if (counts.data != nullptr && j >= counts(b)) continue;
+          for (int i = 0; i < 2; ++i) {
+            char* place = places[i].at(b, static_cast<int64_t>(lens(b)) + j);
+            if (place == nullptr) continue;
+            const char* source = from[i].data + b * from[i].stride[0] + j * from[i].stride[1];
+            for (int64_t h = 0; h < heads; ++h) {
+              std::memcpy(place + h * to[i].stride[2], source + h * from[i].stride[2], from[i].row);
+            }
+          }
+        }
+      });
+}
+
+void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index,
+                const Tensor& accept_length, const Tensor& prefix_lens,
+                const std::optional<Tensor>& page_table) {
+  const auto index = view<int32_t, 2>(accept_index, "accept_index");
+  const int64_t batch = index.size[0];
+  const auto accepted = view<int32_t, 1>(accept_length, "accept_length");
+  check_shape(accepted, "accept_length", {batch});
+  const auto lens = view<int32_t, 1>(prefix_lens, "prefix_lens");
+  check_shape(lens, "prefix_lens", {batch});
+  const auto table = view_table(page_table, batch);
+  std::vector<Rows> caches;
+  int64_t bytes = 1;
+  caches.reserve(kv_caches.size());
+  for (const Tensor& cache : kv_caches) {
+    caches.push_back(rows_of(cache, "kv_caches"));
+    bytes = std::max(bytes, index.size[1] * caches.back().size[2] * caches.back().row);
+    Places(caches.back(), "kv_caches", batch, table, page_table.has_value());
+  }
+
+  parallel_for(static_cast<int64_t>(caches.size()) * batch, grain_of(bytes),
+               [&](int64_t begin, int64_t end) {
+                 // All sources are copied out before the first write: paths may overlap their
+                 // target.
+                 std::vector<char> staged;
+                 std::vector<char*> targets;
+                 for (int64_t task = begin; task < end; ++task) {
+                   const Rows& cache = caches[task / batch];
+                   const int64_t b = task % batch, start = lens(b), heads = cache.size[2];
+                   const Places places(cache, "kv_caches", batch, table, page_table.has_value());
+                   const int64_t count = std::min<int64_t>(int64_t{accepted(b)} + 1, index.size[1]);
+                   staged.clear();
+                   targets.clear();
+                   for (int64_t i = 0; i < count; ++i) {
+                     const int64_t source = index(b, i);
+                     if (source < 0) break;
+                     if (source == i) continue;
+                     const char* from = places.at(b, start + source);
+                     char* to = places.at(b, start + i);
+                     if (from == nullptr || to == nullptr) continue;
+                     targets.push_back(to);
+                     for (int64_t h = 0; h < heads; ++h) {
+                       const char* row = from + h * cache.stride[2];
+                       staged.insert(staged.end(), row, row + cache.row);
+                     }
+                   }
+                   const char* row = staged.data();
+                   for (char* to : targets) {
+                     for (int64_t h = 0; h < heads; ++h, row += cache.row) {
+                       std::memcpy(to + h * cache.stride[2], row, cache.row);
+                     }
+                   }
+                 }
+               });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
+  m.impl("write_kv", TORCH_BOX(&write_kv));
+  m.impl("compact_kv", TORCH_BOX(&compact_kv));
+}
+
+}  // namespace
+}  // namespace eagle2

@@ -1,0 +1,244 @@
+"""Keys and values behind the prefix: stored before the tree's attention, compacted after it.
+
+`write_kv` puts new keys where `tree_attention` looks for them; `compact_kv` keeps those of the
+accepted path. Both work on dense and paged caches of any dtype, and neither changes `prefix_lens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _checks
+
+_write = torch.ops.eagle2_kernels.write_kv.default
+_compact = torch.ops.eagle2_kernels.compact_kv.default
+
+
+def write_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_lens: Tensor,
+    lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    *,
+    validate: bool = False,
+) -> None:
+    """Cache slot prefix_lens[b] + j <- row j of request b, for j < lengths[b].
+
+    ::
+
+        k[b]:        [ 0 ][ 1 ][ 2 ][ pad ]               lengths[b] = 3
+                       |    |    |
+        cache[b]:  ... [ L ][L+1][L+2][ untouched         L = prefix_lens[b]
+
+    Rows whose page id is negative or whose slot lies past the cache are skipped. Nothing else is
+    written.
+
+    Args:
+        k_cache: dense [B, S, Hkv, D] or paged [pages, page_size, Hkv, D], any dtype, any strides
+            with a contiguous last dimension; written.
+        v_cache: as ``k_cache``; written.
+        k: [B, N, Hkv, D] in the cache's dtype, last dimension contiguous.
+        v: as ``k``.
+        prefix_lens: int32 [B].
+        lengths: int32 [B], rows to store (`DraftTree.num_nodes`, or a prompt's length); None: all.
+        page_table: int32 [B, max_pages] for a paged cache.
+        validate: check first that every row stored has its place (always with
+            ``EAGLE2_VALIDATE=1``).
+
+    Raises:
+        ValueError: a shape is wrong, or an argument requires grad in grad mode.
+        TypeError: a dtype is wrong.
+
+    Source: vLLM's ``reshape_and_cache`` (arXiv 2309.06180), by position instead of slot mapping.
+    """
+    if torch.is_grad_enabled():
+        _checks.refuse_grad(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _checks.call(
+        _write, _check_write, validate, k_cache, v_cache, k, v, prefix_lens, lengths, page_table
+    )
+
+
+def compact_kv(
+    kv_caches: Sequence[Tensor],
+    accept_index: Tensor,
+    accept_length: Tensor,
+    prefix_lens: Tensor,
+    page_table: Tensor | None = None,
+    *,
+    validate: bool = False,
+) -> None:
+    """Cache slot prefix_lens[b] + i <- slot prefix_lens[b] + accept_index[b, i], in every tensor.
+
+    ::
+
+        accept_index[b] = [0, 2, 5], L = prefix_lens[b]
+
+        before  ... | L: root | a | b | c | d | e | ...
+        after   ... | L: root | b | e | unspecified
+
+    It is as if every source had been read before any write, so a path may lie in any slot order.
+    Apply it exactly once per step: a second call is not a no-op. The caller then sets
+    ``prefix_lens += accept_length + 1``.
+
+    Args:
+        kv_caches: the K and V tensors of all layers, each dense [B, S, Hkv, D] or paged
+            [pages, page_size, Hkv, D], any dtype, any strides with a contiguous last dimension.
+        accept_index: int32 [B, max_depth + 1], slots of the accepted path, root first, padded with
+            -1 (`verify_tree`).
+        accept_length: int32 [B], accepted drafts without the root; a request with a negative length
+            is not touched.
+        prefix_lens: int32 [B], as they were for the tree's attention.
+        page_table: int32 [B, max_pages] for paged caches.
+        validate: check first that indices and slots are in range (always with
+            ``EAGLE2_VALIDATE=1``).
+
+    Raises:
+        ValueError: a shape is wrong, or an argument requires grad in grad mode.
+        TypeError: a dtype is wrong.
+
+    Source: the KV rearrangement of SpecInfer (arXiv 2305.09781) and EAGLE (arXiv 2401.15077).
+    """
+    caches = list(kv_caches)
+    if torch.is_grad_enabled():
+        for i, cache in enumerate(caches):
+            if cache.requires_grad:
+                _checks.refuse_grad(**{f"kv_caches[{i}]": cache})
+    _checks.call(
+        _compact,
+        _check_compact,
+        validate,
+        caches,
+        accept_index,
+        accept_length,
+        prefix_lens,
+        page_table,
+    )
+
+
+def _check_cache(
+    name: str, cache: Tensor, batch: int, page_table: Tensor | None
+) -> tuple[int, int, int]:
+    """Slots per block, heads and head dim of a cache tensor."""
+    if not isinstance(cache, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(cache).__name__}")
+    rows: int | None = batch
+    layout = "[B, S, Hkv, D]"
+    if page_table is not None:
+        rows, layout = None, "[pages, page_size, Hkv, D]"
+        _checks.tensor("page_table", page_table, torch.int32, (batch, None), "[B, max_pages]")
+    _checks.tensor(name, cache, cache.dtype, (rows, None, None, None), layout)
+    if cache.shape[3] > 1 and cache.stride(3) != 1:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension, got strides {cache.stride()}"
+        )
+    if page_table is not None and cache.shape[1] < 1:
+        raise ValueError(f"{name}: expected a page size of at least 1, got 0")
+    return cache.shape[1], cache.shape[2], cache.shape[3]
+
+
+def _check_places(
+    name: str, cache: Tensor, page_table: Tensor | None, first: Tensor, last: Tensor
+) -> None:
+    """Positions first[b] .. last[b] - 1 of each request have a place in the cache."""
+    size = cache.shape[1]
+    capacity = size if page_table is None else size * page_table.shape[1]
+    _checks.values_in(f"prefix_lens (slots written to {name})", last, 0, capacity)
+    if page_table is not None:
+        start = torch.arange(page_table.shape[1], device=page_table.device) * size
+        used = (start < last[:, None]) & (start + size > first[:, None])
+        _checks.values_in(
+            "page_table", torch.where(used, page_table, 0), 0, max(cache.shape[0] - 1, 0)
+        )
+
+
+def _check_write(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_lens: Tensor,
+    lengths: Tensor | None,
+    page_table: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    if not isinstance(k, Tensor) or k.dim() != 4:
+        raise ValueError(f"k: expected a tensor [B, N, Hkv, D], got {_describe(k)}")
+    b, n, heads = k.shape[:3]
+    for name, cache, rows in (("k", k_cache, k), ("v", v_cache, v)):
+        _, _, dim = _check_cache(f"{name}_cache", cache, b, page_table)
+        _checks.tensor(name, rows, cache.dtype, (b, n, heads, dim), "[B, N, Hkv, D]")
+        if cache.shape[2] != heads:
+            raise ValueError(
+                f"{name}_cache: expected the {heads} heads of {name}, got {cache.shape[2]}"
+            )
+        if dim > 1 and rows.stride(3) != 1:
+            raise ValueError(
+                f"{name}: expected a contiguous last dimension, got strides {rows.stride()}"
+            )
+    _checks.tensor("prefix_lens", prefix_lens, torch.int32, (b,), "[B]")
+    if lengths is not None:
+        _checks.tensor("lengths", lengths, torch.int32, (b,), "[B]")
+    _checks.same_device(
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        prefix_lens=prefix_lens,
+        lengths=lengths,
+        page_table=page_table,
+    )
+    if values:
+        count = torch.full_like(prefix_lens, n) if lengths is None else lengths
+        if lengths is not None:
+            _checks.values_in("lengths", lengths, 0, n)
+        active = count > 0
+        first = torch.where(active, prefix_lens, 0).long()
+        _checks.values_in("prefix_lens", first, 0, float("inf"))
+        last = torch.where(active, first + count, 0)
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            _check_places(name, cache, page_table, first, last)
+
+
+def _check_compact(
+    kv_caches: Sequence[Tensor],
+    accept_index: Tensor,
+    accept_length: Tensor,
+    prefix_lens: Tensor,
+    page_table: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    _checks.tensor("accept_index", accept_index, torch.int32, (None, None), "[B, max_depth + 1]")
+    b, width = accept_index.shape
+    _checks.tensor("accept_length", accept_length, torch.int32, (b,), "[B]")
+    _checks.tensor("prefix_lens", prefix_lens, torch.int32, (b,), "[B]")
+    for i, cache in enumerate(kv_caches):
+        _check_cache(f"kv_caches[{i}]", cache, b, page_table)
+        _checks.same_device(**{"accept_index": accept_index, f"kv_caches[{i}]": cache})
+    _checks.same_device(
+        accept_index=accept_index,
+        accept_length=accept_length,
+        prefix_lens=prefix_lens,
+        page_table=page_table,
+    )
+    if values:
+        _checks.values_in("accept_length", accept_length, -1, width - 1)
+        steps = torch.arange(width, device=accept_index.device)
+        taken = torch.where(steps <= accept_length[:, None], accept_index, 0)
+        _checks.values_in("accept_index", taken, 0, float("inf"))
+        active = accept_length >= 0
+        first = torch.where(active, prefix_lens, 0).long()
+        last = torch.where(active, first + taken.amax(1) + 1, 0)
+        for i, cache in enumerate(kv_caches):
+            _check_places(f"kv_caches[{i}]", cache, page_table, first, last)
+
+
+def _describe(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
