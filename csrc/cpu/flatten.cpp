@@ -74,7 +74,7 @@ void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> build_tree_(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> build_tree_op(
     const Tensor& root_tokens, const Tensor& prefix_lens, const Tensor& candidate_tokens,
     const Tensor& candidate_scores, const Tensor& candidate_parents, int64_t max_nodes,
     const std::optional<Tensor>& limits) {
@@ -115,9 +115,9 @@ void flatten_tree_out(const Tensor& parents, const Tensor& num_nodes, const Tens
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flatten_tree_(const Tensor& parents,
-                                                                 const Tensor& num_nodes,
-                                                                 const Tensor& prefix_lens) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flatten_tree_op(const Tensor& parents,
+                                                                   const Tensor& num_nodes,
+                                                                   const Tensor& prefix_lens) {
   if (parents.dim() != 2) fail("parents: expected 2 dimensions, got ", parents.dim());
   const int64_t batch = parents.size(0), n = parents.size(1);
   auto results = std::make_tuple(allocate<int32_t>({batch, n}), allocate<int64_t>({batch, n}),
@@ -256,9 +256,9 @@ Tensor unpack_tree_mask(const Tensor& words, int64_t num_keys) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
-  m.impl("build_tree", TORCH_BOX(&build_tree_));
+  m.impl("build_tree", TORCH_BOX(&build_tree_op));
   m.impl("build_tree_out", TORCH_BOX(&build_tree_out));
-  m.impl("flatten_tree", TORCH_BOX(&flatten_tree_));
+  m.impl("flatten_tree", TORCH_BOX(&flatten_tree_op));
   m.impl("flatten_tree_out", TORCH_BOX(&flatten_tree_out));
   m.impl("retrieve_indices", TORCH_BOX(&retrieve_indices));
   m.impl("retrieve_indices_out", TORCH_BOX(&retrieve_indices_out));
