@@ -378,8 +378,8 @@ class EagleHead(nn.Module):
         levels 2 .. s of rows i - s + 2 .. i, one each. The tokens are the true path's.
 
         tokens [B, T] int64 (already shifted: tokens[:, i] follows features[:, i]), features
-        [B, T, H] -> `steps` tensors [B, T, H]. Rows i < s - 1 of level s have no such history: leave
-        them out of a loss. Padding at the right end is harmless.
+        [B, T, H] -> `steps` tensors [B, T, H]. Rows i < s - 1 of level s have no such history:
+        leave them out of a loss. Padding at the right end is harmless.
         """
         if steps < 1:
             raise ValueError(f"steps: expected at least 1, got {steps}")

@@ -1,0 +1,317 @@
+"""Training: data, features, losses, the tree estimate, and exact resume."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from eagle2_kernels.models.heads import EagleHead
+from eagle2_kernels.training import TrainConfig, Trainer, train
+from eagle2_kernels.training.data import (
+    Conversation,
+    FeatureCache,
+    batches,
+    draft_vocabulary,
+    read_conversations,
+    split,
+    target_features,
+)
+from eagle2_kernels.training.evaluate import TreeShape, accepted_at, walk
+from eagle2_kernels.training.trainer import loss_rows, ridge_start, soft_cross_entropy
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def conversations(target):
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(24):
+        prompt = torch.randint(3, 61, (1, 3 + i % 4), generator=g)
+        out = target.generate(prompt, max_new_tokens=10 + i % 5, do_sample=False, pad_token_id=0)
+        tokens = out[0].tolist()
+        cut = prompt.shape[1]
+        found.append(Conversation(tokens[:cut], tokens[cut:], greedy=i % 2 == 0))
+    return found
+
+
+def settings(work, **changes):
+    return TrainConfig(
+        **{
+            "work_dir": str(work),
+            "draft_vocab_size": 32,
+            "held_out": 3,
+            "max_tokens": None,
+            "steps": 12,
+            "batch_size": 4,
+            "warmup_steps": 2,
+            "learning_rate": 3e-3,
+            "ridge_tokens": 100,
+            "eval_every": 6,
+            "tree": TreeShape(8, 2, 3),
+            **changes,
+        }
+    )
+
+
+def write(path, conversations):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt") as out:
+        for c in conversations:
+            row = {"prompt": c.prompt, "response": c.response, "greedy": c.greedy}
+            out.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_conversations_come_back_from_a_file(tmp_path, conversations, name):
+    assert read_conversations(write(tmp_path / name, conversations)) == conversations
+
+
+@pytest.mark.parametrize(
+    "line", ["[1, 2]", '{"prompt": [1]}', '{"prompt": 3, "response": [1]}', "{"]
+)
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": [1], "response": [2]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: expected an object"):
+        read_conversations(path)
+
+
+def test_split_is_greedy_first_and_disjoint(conversations):
+    training, validation = split(conversations, 4, None, 0)
+    assert all(c.greedy for c in validation)
+    assert len(training) == 20
+    assert not any(v in training for v in validation)
+    assert split(conversations, 4, None, 0) == (training, validation)
+    few, same = split(conversations, 4, 40, 0)
+    assert same == validation and sum(map(len, few)) <= 40 and few == training[: len(few)]
+
+
+def test_draft_vocabulary_is_the_most_frequent_ids():
+    data = [Conversation([9], [5, 5, 5, 7, 7, 8]), Conversation([9], [8, 5, 8])]
+    assert draft_vocabulary(data, 2) == [5, 8]
+    assert draft_vocabulary(data, 3, always=[2]) == [2, 5, 8]
+    assert draft_vocabulary(data, 99) == [5, 7, 8]
+
+
+def test_every_epoch_has_every_conversation_once(conversations):
+    first, second = ([*batches(conversations, 5, e, 0)] for e in (0, 1))
+    for epoch in (first, second):
+        assert sorted(i for g in epoch for i in g) == list(range(24))
+    assert first != second
+    assert first == [*batches(conversations, 5, 0, 0)]
+
+
+def test_features_are_the_targets_last_normed_states(target, conversations, tmp_path):
+    cache = FeatureCache(conversations, target, tmp_path)
+    tokens, features = cache.batch([0, 5])
+    with torch.no_grad():
+        for row, i in enumerate((0, 5)):
+            c = conversations[i]
+            out = target.model(torch.tensor([c.tokens])).last_hidden_state[0]
+            assert tokens[row, : len(c)].tolist() == c.tokens
+            torch.testing.assert_close(features[row, : len(c)].float(), out, rtol=1e-2, atol=1e-2)
+            # What the lm_head reads.
+            logits = target(torch.tensor([c.tokens])).logits[0]
+            torch.testing.assert_close(target.lm_head(out), logits)
+
+
+def test_features_survive_a_restart(target, conversations, tmp_path):
+    cache = FeatureCache(conversations, target, tmp_path)
+    assert cache.fill([1, 2]) == len(conversations[1]) + len(conversations[2])
+    before = cache.batch([1])[1]
+    cache.flush()
+    again = FeatureCache(conversations, target, tmp_path)
+    assert again.fill([1, 2]) == 0
+    assert torch.equal(again.batch([1])[1], before)
+
+
+def test_loss_rows_predict_response_tokens_only():
+    # Row i predicts token i + 2 from token i + 1; rooted in the response, target inside it.
+    b, r = loss_rows([Conversation([1, 1, 1], [2, 3, 4]), Conversation([1], [2])])
+    assert b.tolist() == [0, 0] and r.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_soft_cross_entropy_and_its_gradient(chunk):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 6, generator=g, requires_grad=True)
+    features, weight = torch.randn(7, 6, generator=g), torch.randn(11, 6, generator=g)
+    loss = soft_cross_entropy(hidden, features, weight, chunk)
+    target = torch.softmax(features @ weight.T, -1)
+    expected = -(target * torch.log_softmax(hidden @ weight.T, -1)).sum(-1).mean(-1)
+    torch.testing.assert_close(loss, expected)
+    scale = torch.tensor([1.0, 0.3])
+    (got,) = torch.autograd.grad((loss * scale).sum(), hidden)
+    (want,) = torch.autograd.grad((expected * scale).sum(), hidden)
+    torch.testing.assert_close(got, want)
+
+
+def test_ridge_start_is_the_least_squares_solution(target, conversations, tmp_path):
+    head = EagleHead.from_target(target)
+    cache = FeatureCache(conversations, target, tmp_path)
+    indices = list(range(len(conversations)))
+    explained = ridge_start(head, cache, indices, 1e-9)
+    xs, ys = [], []
+    for i in indices:
+        c = conversations[i]
+        tokens, f = cache.batch([i])
+        f = f.float()[0]
+        e = head.embed(tokens[0])
+        for row in range(len(c.prompt) - 1, len(c) - 2):
+            xs.append(torch.cat((e[row + 1], f[row], torch.ones(1))))
+            ys.append(f[row + 1])
+    x, y = torch.stack(xs).double(), torch.stack(ys).double()
+    best = torch.linalg.lstsq(x, y).solution
+    with torch.no_grad():
+        # With its output projections at zero the head is fc and nothing else.
+        tokens, f = cache.batch([3])
+        out = head.forward_train(tokens[:, 1:], f[:, :-1].float())[0]
+        torch.testing.assert_close(out, head.inputs(tokens[:, 1:], f[:, :-1].float()))
+        ours = x[:, :-1] @ head.fc.weight.double().T + head.fc.bias.double()
+    torch.testing.assert_close(ours, x @ best, rtol=1e-3, atol=1e-3)
+    variance = (y - y.mean(0)).square().sum()
+    assert explained == pytest.approx(float(1 - (y - ours).square().sum() / variance), abs=1e-4)
+
+
+def test_tree_estimate_equals_a_tree_grown_node_by_node(target, conversations):
+    head = EagleHead.from_target(target, seed=2)
+    shape = TreeShape(max_nodes=9, top_k=3, max_depth=3)
+    c = conversations[1]
+    text = c.tokens
+    # A random head drafts no text of the target's: let its own trees write some of it.
+    while len(text) < len(c) + 6:
+        tokens = torch.tensor(text)
+        features = target_features(target, tokens[None])[0]
+        deepest = slow_tree(head, tokens, features, len(text) - 1, shape)[-1]
+        text = text + list(deepest)
+    tokens = torch.tensor(text)
+    features = target_features(target, tokens[None])[0]
+    first = len(c.prompt)
+    got = accepted_at(head, tokens, features, first, shape).tolist()
+    expected = [
+        slow_accepted(head, tokens, features, root, shape) for root in range(first, len(text) - 1)
+    ]
+    assert got == expected
+    assert max(got) >= 2 and min(got) == 0
+
+
+@torch.no_grad()
+def slow_tree(head, tokens, features, root, shape):
+    """EAGLE-2 tree at `root`: kept paths, best score first; every node recomputes its path."""
+    k = shape.top_k
+
+    def logp(path):
+        text = torch.cat((tokens[1 : root + 1], torch.tensor(path, dtype=torch.int64)))
+        fed = features[:root].clone()
+        while True:
+            # True features, then the head's own outputs: one row more each time.
+            out = head.forward_train(text[None, : len(fed)], fed[None])[0][0]
+            if len(fed) == len(text):
+                break
+            fed = torch.cat((fed, out[-1:]))
+        return torch.log_softmax(head.logits(out[-1]).float(), -1)
+
+    frontier, kept = [((), 0.0)], []
+    for _ in range(shape.max_depth):
+        level = []
+        for path, score in frontier:
+            best, ids = logp(list(path)).topk(k)
+            level += [((*path, int(i)), score + float(s)) for s, i in zip(best, ids, strict=True)]
+        kept += level
+        frontier = sorted(level, key=lambda n: -n[1])[:k]
+    kept = sorted(kept, key=lambda n: -n[1])[: shape.max_nodes - 1]
+    return [path for path, _ in kept]
+
+
+def slow_accepted(head, tokens, features, root, shape):
+    paths = set(slow_tree(head, tokens, features, root, shape))
+    wanted = tuple(tokens[root + 1 : root + 1 + shape.max_depth].tolist())
+    return max((d for d in range(1, len(wanted) + 1) if wanted[:d] in paths), default=0)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "tokens", "forwards"),
+    [([0, 0, 0], 3, 3), ([2, 9, 9, 1, 0], 5, 2), ([9, 0], 2, 1), ([], 0, 0)],
+    ids=["chain", "skips", "cut-at-the-end", "empty"],
+)
+def test_walk_counts_tokens_and_forwards(accepted, tokens, forwards):
+    assert walk(torch.tensor(accepted)) == (tokens, forwards)
+
+
+def test_training_lowers_the_loss(target, conversations, tmp_path):
+    trainer = Trainer(
+        settings(tmp_path, steps=60, ridge_tokens=0, unroll=2), target, conversations, eos_ids=[2]
+    )
+    everything = list(range(len(trainer.training)))
+    before = trainer.loss(everything).item()
+    trainer.run()
+    assert trainer.loss(everything).item() < before - 0.1
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    last = [r for r in rows if r["event"] == "validation"][-1]
+    assert last["step"] == 60 and last["tokens_seen"] == trainer.tokens_seen
+    assert 1 <= last["accept_length"] <= 4 and last["top1"] <= last["top4"]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1], ids=["no-noise", "noise"])
+def test_resumed_run_equals_an_uninterrupted_one(target, conversations, tmp_path, noise):
+    whole = Trainer(settings(tmp_path / "a", feature_noise=noise), target, conversations)
+    whole.run()
+    # 7 of 12 steps: in the second epoch, off every other boundary.
+    first = settings(tmp_path / "b", feature_noise=noise, stop_after=7)
+    Trainer(first, target, conversations).run()
+    second = settings(tmp_path / "b", feature_noise=noise, resume=True)
+    resumed = Trainer(second, target, conversations)
+    assert resumed.step == 7
+    resumed.run()
+    assert resumed.step == whole.step == 12
+    assert resumed.tokens_seen == whole.tokens_seen
+    theirs = dict(resumed.head.named_parameters())
+    for name, p in whole.head.named_parameters():
+        assert torch.equal(p, theirs[name]), name
+
+
+def test_a_used_work_directory_needs_resume(target, conversations, tmp_path):
+    Trainer(settings(tmp_path, steps=1), target, conversations).run()
+    with pytest.raises(FileExistsError, match="resume"):
+        Trainer(settings(tmp_path), target, conversations)
+    with pytest.raises(ValueError, match=r"batch_size \(4 -> 5\)"):
+        Trainer(settings(tmp_path, resume=True, batch_size=5), target, conversations)
+
+
+def test_train_goes_from_files_to_a_head(target, conversations, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    config = settings(
+        tmp_path / "work",
+        data=str(write(tmp_path / "text.jsonl", conversations)),
+        target=str(tmp_path / "target"),
+        output=str(tmp_path / "head"),
+        steps=3,
+    )
+    assert train(config) == tmp_path / "head"
+    head = EagleHead.from_pretrained(tmp_path / "head", target=target)
+    assert 2 in head.draft_to_target
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data: expected a \.jsonl"):
+        train(TrainConfig(data=str(tmp_path / "none.jsonl")))
