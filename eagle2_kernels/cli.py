@@ -82,8 +82,9 @@ def generate(
     """Answer a prompt with the EAGLE-2 tree, streaming the text."""
     if compare and temperature > 0:
         raise typer.BadParameter("--compare is greedy: leave --temperature at 0")
+    message = _read(prompt)
     decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
-    ids = _encode(decoder, _read(prompt), raw)
+    ids = _encode(decoder, message, raw)
     sampling = _sampling(temperature, top_k, top_p, min_p, seed)
     text = ""
     if as_json:
@@ -123,8 +124,9 @@ def tree(
     """Draw the first step's draft tree: tokens, probabilities, what was pruned and accepted."""
     from rich.tree import Tree
 
+    message = _read(prompt)
     decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
-    step = decoder.draft_step(_encode(decoder, _read(prompt), raw))
+    step = decoder.draft_step(_encode(decoder, message, raw))
     root = int(step.tree.draft_tokens[0, 0])
     nodes = {-1: Tree(Text(repr(_token_text(decoder, root))))}
     # A candidate is drawn when it was kept, or when its parent was and it lost to the kept ones.
