@@ -31,6 +31,9 @@ _ATTENTION = "eagle2_tree"
 _PROBE = "eagle2_probe"
 _KEYWORD = "eagle2"
 
+# Row counts below 32 that `row_invariant_rows` compares, largest first; all up to the largest floor.
+_PROBED_ROWS = (31, 24, 20, 17, 16, 15, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
+
 # Arguments of attention functions that say nothing `tree_attention` would have to honour.
 _HARMLESS = frozenset(
     {"dropout", "scaling", "position_ids", "use_cache", "cache_position", "output_attentions"}
@@ -159,7 +162,8 @@ class TargetModel:
         self.config = config.get_text_config()
         self._name = type(hf_model).__name__
         self._check_kind()
-        self._base: nn.Module = getattr(hf_model, hf_model.base_model_prefix)
+        base = getattr(hf_model, hf_model.base_model_prefix, None)
+        self._base: nn.Module = hf_model.get_decoder() if base is None else base
         self._lm_head: nn.Module = hf_model.get_output_embeddings()
         if self._lm_head is None:
             raise ValueError(f"hf_model: expected a model with an lm_head, {self._name} has none")
@@ -259,33 +263,30 @@ class TargetModel:
     def row_invariant_rows(self) -> int | None:
         """Find the smallest R in (1, 2, 4, 8) such that R .. 32 rows give a row the same bits.
 
-        Measured on this model's linear layers, one per distinct shape, on random rows; None when a
-        row's bits change with the row count even past 8. Plain decoding padded to R rows is then
-        bit-identical to the decoding of trees of up to 32 nodes (all requests together).
+        Measured on linear layers of this model's shapes and dtype; None when a row's bits change
+        with the row count even past 8. Plain decoding padded to R rows is then bit-identical to the
+        decoding of trees of up to 32 nodes (all requests together).
         """
         if self._row_invariant is None:
             self._row_invariant = (self._measure_rows(),)
         return self._row_invariant[0]
 
-    def _measure_rows(self, most: int = 32) -> int | None:
-        layers: dict[tuple[Any, ...], nn.Linear] = {}
-        for module in self.hf_model.modules():
-            if isinstance(module, nn.Linear):
-                key = (tuple(module.weight.shape), module.weight.dtype, module.bias is None)
-                layers.setdefault(key, module)
-        generator = torch.Generator().manual_seed(0)
+    def _measure_rows(self) -> int | None:
+        most = 32
+        shapes = {
+            (*m.weight.shape, m.weight.dtype, m.weight.device, m.bias is None)
+            for m in self.hf_model.modules()
+            if isinstance(m, nn.Linear)
+        }
         smallest = 1
-        for layer in layers.values():
-            weight = layer.weight
-            x = torch.randn(1, most, weight.shape[1], generator=generator)
-            x = x.to(weight.device, weight.dtype)
-            full = F.linear(x, weight, layer.bias)
-            differ = [
-                n
-                for n in range(1, most)
-                if not torch.equal(F.linear(x[:, :n], weight, layer.bias), full[:, :n])
-            ]
-            smallest = max(smallest, max(differ, default=0) + 1)
+        for out_features, in_features, dtype, device, no_bias in shapes:
+            x, weight = (t.to(device, dtype) for t in _cancelling(most, in_features, out_features))
+            bias = None if no_bias else torch.zeros(out_features, dtype=dtype, device=device)
+            full = F.linear(x[None], weight, bias)
+            for n in (n for n in _PROBED_ROWS if n >= smallest):
+                if not torch.equal(F.linear(x[None, :n], weight, bias), full[:, :n]):
+                    smallest = n + 1
+                    break
         return next((r for r in (1, 2, 4, 8) if r >= smallest), None)
 
     def _check_kind(self) -> None:
@@ -418,6 +419,26 @@ class TargetModel:
             "hf_model: expected logits that are the lm_head of the last hidden state (softcapped "
             f"or scaled), {self._name} computes something else"
         )
+
+
+def _cancelling(rows: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
+    """x [R, K] and weight [N, K] whose products are sums of 0, but for rounding.
+
+    What such a product leaves is the rounding of its partial sums, so any other order of summation
+    shows, where random numbers would hide most of it under the last rounding.
+    """
+    g = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    x = (
+        torch.randn(rows, half, generator=g)
+        * torch.randint(0, 14, (rows, half), generator=g).exp2()
+    )
+    w = torch.randn(min(out_features, 256), half, generator=g).sign()
+    order = torch.randperm(half, generator=g)
+    odd = in_features % 2
+    x = torch.cat([x, x[:, order], torch.ones(rows, odd)], dim=1)
+    w = torch.cat([w, -w[:, order], torch.ones(len(w), odd)], dim=1)
+    return x, w.repeat(out_features // len(w) + 1, 1)[:out_features]
 
 
 def _probe_attention(
