@@ -413,6 +413,8 @@ EAGLE2_HD void build_tree(const Team& team, const Candidates& c, int64_t root_to
 
 // Growing the tree.
 
+constexpr int32_t kNoParent = -2;  // neither the root nor a candidate
+
 // Where the candidates of a level start: top_k at level 0, top_k * top_k at each level after it.
 EAGLE2_HD int64_t level_offset(int64_t level, int64_t top_k) {
   return level <= 0 ? 0 : top_k + (level - 1) * top_k * top_k;
@@ -420,14 +422,14 @@ EAGLE2_HD int64_t level_offset(int64_t level, int64_t top_k) {
 
 // extend_draft_tree for one request at `level` >= 1: frontier entry j is the previous level's
 // candidate beam[j] and takes draft slot (level - 1) * top_k + j. A beam entry outside that level's
-// candidates gives its children no parent and an empty parent row.
+// candidates gives its children kNoParent, which build_tree drops, and no ancestors.
 EAGLE2_HD void extend_level(int64_t level, int64_t top_k, int64_t words, const int64_t* beam,
                             const uint64_t* mask, int32_t* candidate_parents, uint64_t* next_mask) {
   const int64_t above = level_offset(level - 1, top_k), below = level_offset(level, top_k);
   const int64_t candidates = below - above;
   for (int64_t j = 0; j < top_k; ++j) {
     const bool known = beam[j] >= 0 && beam[j] < candidates;
-    const int32_t parent = known ? static_cast<int32_t>(above + beam[j]) : -1;
+    const int32_t parent = known ? static_cast<int32_t>(above + beam[j]) : kNoParent;
     for (int64_t r = 0; r < top_k; ++r) candidate_parents[below + j * top_k + r] = parent;
     const int64_t slot = (level - 1) * top_k + j;
     for (int64_t w = 0; w < words; ++w) {

@@ -2,10 +2,12 @@
 // pointers, allocation.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -74,9 +76,33 @@ T* output(const Tensor& tensor, const char* name, const std::array<int64_t, Rank
   return written.data;
 }
 
+// A contiguous CPU tensor with undefined elements.
+inline Tensor allocate(const int64_t* shape, int64_t rank, int32_t dtype) {
+  int64_t strides[16];
+  if (rank > 16) fail("expected at most 16 dimensions, got ", rank);
+  int64_t step = 1;
+  for (int64_t i = rank; i-- > 0;) {
+    strides[i] = step;
+    step *= std::max<int64_t>(shape[i], 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, shape, strides, dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor allocate(const std::vector<int64_t>& shape, int32_t dtype) {
+  return allocate(shape.data(), static_cast<int64_t>(shape.size()), dtype);
+}
+
 template <typename T>
 Tensor allocate(std::initializer_list<int64_t> shape) {
-  return torch::stable::empty(shape, torch::headeronly::CppTypeToScalarType<T>::value);
+  static const int32_t dtype = [] {
+    if constexpr (std::is_same_v<T, int64_t>) return aoti_torch_dtype_int64();
+    if constexpr (std::is_same_v<T, int32_t>) return aoti_torch_dtype_int32();
+    if constexpr (std::is_same_v<T, float>) return aoti_torch_dtype_float32();
+  }();
+  return allocate(shape.begin(), static_cast<int64_t>(shape.size()), dtype);
 }
 
 }  // namespace eagle2

@@ -221,7 +221,7 @@ void pack_tree_mask_out(const Tensor& mask, const Tensor& words) {
 
 Tensor pack_tree_mask(const Tensor& mask) {
   const MaskRows in(mask, "mask", ScalarType::Bool);
-  Tensor words = torch::stable::empty(in.with_width(mask_words(in.width)), ScalarType::Long);
+  Tensor words = allocate(in.with_width(mask_words(in.width)), aoti_torch_dtype_int64());
   pack_tree_mask_out(mask, words);
   return words;
 }
@@ -248,7 +248,7 @@ Tensor unpack_tree_mask(const Tensor& words, int64_t num_keys) {
   if (num_keys < 0 || num_keys > in.width * kWordBits) {
     fail("num_keys: expected 0 to ", in.width * kWordBits, ", got ", num_keys);
   }
-  Tensor mask = torch::stable::empty(in.with_width(num_keys), ScalarType::Bool);
+  Tensor mask = allocate(in.with_width(num_keys), aoti_torch_dtype_bool());
   unpack_tree_mask_out(words, num_keys, mask);
   return mask;
 }
