@@ -314,7 +314,7 @@ def _check_values(
     if bool((last > capacity).any()):
         b = int((last > capacity).nonzero()[0])
         raise ValueError(
-            f"prefix_lens[{b}]: expected at most {capacity - int(needed[b])}, which leaves room for "
+            f"prefix_lens[{b}]: expected at most {capacity - int(needed[b])}, leaving room for "
             f"the tree in a cache of {capacity} slots, got {int(prefix_lens[b])}"
         )
     if page_table is not None:

@@ -1,0 +1,224 @@
+"""The case table of tree attention: shapes that break kernels, and random inputs for them.
+
+Tests of every backend and the benchmarks draw from here, so a shape is written down once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from eagle2_kernels import reference
+
+FLOATS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call of tree_attention; ``page_size`` None is a dense cache."""
+
+    nodes: int
+    heads: tuple[int, int]
+    head_dim: int
+    prefix: int
+    batch: int = 1
+    page_size: int | None = None
+    interleaved: bool = False
+    chain: bool = False
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    kv_chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [
+            f"B{self.batch}-N{self.nodes}-H{self.heads[0]}/{self.heads[1]}-D{self.head_dim}"
+            f"-P{self.prefix}"
+        ]
+        for key in ("page_size", "interleaved", "chain", "window", "softcap", "sinks", "kv_chunk"):
+            value = getattr(self, key)
+            if value:
+                parts.append(key if value is True else f"{key}{value}")
+        return "-".join(parts)
+
+
+ATTENTION_CASES = [
+    AttentionCase(1, (1, 1), 64, 0),
+    AttentionCase(1, (3, 1), 64, 1),
+    AttentionCase(1, (9, 3), 64, 600),
+    AttentionCase(3, (4, 4), 64, 255),
+    AttentionCase(3, (9, 3), 80, 256, batch=3),
+    AttentionCase(31, (4, 1), 64, 257, page_size=16),
+    AttentionCase(32, (7, 1), 128, 127),
+    AttentionCase(33, (3, 3), 96, 128, page_size=5),
+    AttentionCase(59, (6, 2), 64, 129, interleaved=True),
+    AttentionCase(60, (4, 2), 80, 600, page_size=24),
+    AttentionCase(63, (2, 2), 64, 1, batch=2, page_size=1),
+    AttentionCase(64, (3, 1), 64, 256),
+    AttentionCase(65, (7, 1), 64, 60, page_size=16, interleaved=True),
+    AttentionCase(128, (2, 1), 64, 257),
+    AttentionCase(5, (2, 1), 1, 9),
+    AttentionCase(7, (2, 1), 37, 130, interleaved=True),
+    AttentionCase(4, (2, 2), 200, 70, page_size=5),
+    AttentionCase(9, (4, 1), 256, 33),
+    AttentionCase(33, (4, 2), 64, 300, window=17),
+    AttentionCase(20, (3, 1), 80, 40, window=1, page_size=5),
+    AttentionCase(16, (4, 2), 64, 200, window=150, softcap=20.0, sinks=True),
+    AttentionCase(33, (4, 1), 64, 100, softcap=5.0),
+    AttentionCase(12, (3, 3), 96, 50, sinks=True),
+    AttentionCase(600, (2, 1), 64, 0, chain=True),
+    AttentionCase(65, (3, 1), 80, 257, batch=2, chain=True, page_size=24),
+    AttentionCase(33, (4, 2), 64, 100, chain=True, window=20),
+    AttentionCase(30, (3, 1), 64, 50, kv_chunk=7, window=21),
+    AttentionCase(30, (3, 1), 64, 50, kv_chunk=1),
+]
+
+
+def random_parents(nodes: int, seed: int, *, any_order: bool = False) -> list[int]:
+    """Parents of a random tree; with ``any_order`` a parent's slot may exceed its child's."""
+    r = random.Random(seed)
+    reach = r.choice([1, 3, 8, nodes])
+    parents = [-1] + [r.randrange(max(0, i - reach), i) for i in range(1, nodes)]
+    if not any_order:
+        return parents
+    order = list(range(1, nodes))
+    r.shuffle(order)
+    slot = [0, *order]
+    shuffled = [-1] * nodes
+    for child, parent in enumerate(parents[1:], start=1):
+        shuffled[slot[child]] = slot[parent]
+    return shuffled
+
+
+def path_of(parents: list[int], slot: int) -> list[int]:
+    """Slots from the root to ``slot``."""
+    path = [slot]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+@dataclass
+class AttentionInputs:
+    """Arguments of one call: ``args`` are positional, ``kwargs`` by name."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    prefix_lens: Tensor
+    tree_mask: Tensor | None
+    kwargs: dict[str, object] = field(default_factory=dict)
+    parents: list[list[int]] = field(default_factory=list)
+    # The caches as [B, S, Hkv, D], whatever the layout of k_cache and v_cache.
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    @property
+    def args(self) -> tuple[Tensor | None, ...]:
+        return (self.q, self.k_cache, self.v_cache, self.prefix_lens, self.tree_mask)
+
+    def double(self) -> AttentionInputs:
+        return replace(
+            self,
+            q=self.q.double(),
+            k_cache=self.k_cache.double(),
+            v_cache=self.v_cache.double(),
+            k=None if self.k is None else self.k.double(),
+            v=None if self.v is None else self.v.double(),
+            kwargs={
+                key: value.double() if key == "sinks" and isinstance(value, Tensor) else value
+                for key, value in self.kwargs.items()
+            },
+        )
+
+
+def paged(
+    k: Tensor, v: Tensor, page_size: int, seed: int, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense [B, S, Hkv, D] caches as shuffled pages and their page table; spare pages hold NaN."""
+    b, s, heads, dim = k.shape
+    entries = (s + page_size - 1) // page_size
+    g = torch.Generator().manual_seed(seed)
+    pages = b * entries + 3
+    table = torch.randperm(pages, generator=g)[: b * entries].view(b, entries)
+    pool = k.new_full((pages, 2, page_size, heads, dim), float("nan"))
+    for which, cache in enumerate((k, v)):
+        rows = cache.new_full((b, entries * page_size, heads, dim), float("nan"))
+        rows[:, :s] = cache
+        pool[table.flatten(), which] = rows.view(b * entries, page_size, heads, dim)
+    if interleaved:
+        return pool[:, 0], pool[:, 1], table.int()
+    return pool[:, 0].contiguous(), pool[:, 1].contiguous(), table.int()
+
+
+def attention_inputs(
+    case: AttentionCase, dtype: torch.dtype, *, seed: int = 0, any_order: bool = False
+) -> AttentionInputs:
+    """Random tensors of a case; request b has ``prefix - 2 b`` prefix tokens, its own tree."""
+    g = torch.Generator().manual_seed(seed)
+    b, n, (hq, hkv), d = case.batch, case.nodes, case.heads, case.head_dim
+    slots = case.prefix + n + 3
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    q, k, v = normal(b, n, hq, d), normal(b, slots, hkv, d), normal(b, slots, hkv, d)
+    prefix_lens = torch.tensor([max(case.prefix - 2 * r, 0) for r in range(b)], dtype=torch.int32)
+    k_cache, v_cache = k, v
+    kwargs: dict[str, object] = {}
+    if case.page_size is not None:
+        k_cache, v_cache, kwargs["page_table"] = paged(
+            k, v, case.page_size, seed, interleaved=case.interleaved
+        )
+    elif case.interleaved:
+        both = torch.stack([k, v], dim=2)
+        k_cache, v_cache = both[:, :, 0], both[:, :, 1]
+    parents = [random_parents(n, seed * 100 + r, any_order=any_order) for r in range(b)]
+    tree_mask = None
+    if not case.chain:
+        depths, _, _, _, tree_mask = reference.flatten_tree(
+            torch.tensor(parents, dtype=torch.int32),
+            torch.full((b,), n, dtype=torch.int32),
+            prefix_lens,
+        )
+        if case.window is not None:
+            kwargs["depths"] = depths
+    if case.window is not None:
+        kwargs["window"] = case.window
+    if case.softcap:
+        kwargs["softcap"] = case.softcap
+    if case.sinks:
+        kwargs["sinks"] = torch.randn(hq, generator=g, dtype=torch.float64).float()
+    if case.kv_chunk is not None:
+        kwargs["kv_chunk"] = case.kv_chunk
+    return AttentionInputs(q, k_cache, v_cache, prefix_lens, tree_mask, kwargs, parents, k, v)
+
+
+def visibility(inputs: AttentionInputs) -> Tensor:
+    """Bool [B, N, S]: which cache positions each query sees, by the oracle's rule."""
+    assert inputs.k is not None
+    b, n = inputs.q.shape[:2]
+    seen = torch.zeros(b, n, inputs.k.shape[1], dtype=torch.bool)
+    mask, depths = inputs.tree_mask, inputs.kwargs.get("depths")
+    for r in range(b):
+        for i in range(n):
+            keys = reference.visible_keys(
+                i,
+                n,
+                int(inputs.prefix_lens[r]),
+                int(inputs.kwargs.get("tree_len", n)),  # type: ignore[call-overload]
+                None if mask is None else mask[r],
+                None if depths is None else depths[r],  # type: ignore[index]
+                inputs.kwargs.get("window"),  # type: ignore[arg-type]
+            )
+            seen[r, i, keys] = True
+    return seen

@@ -1,0 +1,855 @@
+"""tree_attention and merge_attention_states against the oracle, and the rules of the contract."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import (
+    ATTENTION_CASES,
+    FLOATS,
+    AttentionCase,
+    AttentionInputs,
+    attention_inputs,
+    paged,
+    path_of,
+    random_parents,
+    visibility,
+)
+from torch import Tensor
+
+from eagle2_kernels import merge_attention_states, ops, reference, tree_attention
+
+NEG_INF = float("-inf")
+dtypes = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+
+
+def attend(inputs: AttentionInputs, **changes) -> tuple[Tensor, Tensor]:
+    """(out, lse), written over NaN so that nothing is left unwritten unnoticed."""
+    out = torch.full_like(inputs.q, float("nan"), memory_format=torch.contiguous_format)
+    lse = torch.full(inputs.q.shape[:3], float("nan"))
+    kwargs = inputs.kwargs | changes
+    return tree_attention(*inputs.args, **kwargs, out=out, lse=lse, return_lse=True)
+
+
+def oracle(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Out and LSE in float64, row by row."""
+    exact = inputs.double()
+    out = torch.empty_like(exact.q)
+    lse = torch.empty(exact.q.shape[:3], dtype=torch.float64)
+    reference.tree_attention_out(*exact.args, **exact.kwargs, out=out, lse=lse)
+    return out, lse
+
+
+def dense(inputs: AttentionInputs, seen: Tensor, *, sdpa: bool = False) -> tuple[Tensor, Tensor]:
+    """Masked softmax over the whole cache in the inputs' dtype; the LSE in at least float32.
+
+    In float64 it is the value to compare with (and equals the oracle, tested below). In the other
+    dtypes it is what PyTorch offers: SDPA where that has all the parts, else softmax by hand.
+    """
+    q, seen = inputs.q.transpose(1, 2), seen[:, None]
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    k, v = (x.transpose(1, 2).repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
+    softcap, sinks = inputs.kwargs.get("softcap"), inputs.kwargs.get("sinks")
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, NEG_INF)
+    if sinks is not None:
+        sink = sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    lse = scores.logsumexp(-1).transpose(1, 2)
+    if sdpa and not softcap and sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    else:
+        out = scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
+    return out.transpose(1, 2), lse
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, where any NaN equals any NaN."""
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    equal = a.contiguous().view(words) == b.contiguous().view(words)
+    return a.shape == b.shape and bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def tree_mask(parents: list[list[int]]) -> Tensor:
+    return tree_arrays(parents)[1]
+
+
+def tree_arrays(parents: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Depths and mask words."""
+    rows = torch.tensor(parents, dtype=torch.int32)
+    count = torch.full((len(parents),), len(parents[0]), dtype=torch.int32)
+    depths, _, _, _, mask = reference.flatten_tree(rows, count, torch.zeros_like(count))
+    return depths, mask
+
+
+def lens(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# against the oracle
+
+
+small_cases = [c for c in ATTENTION_CASES if c.batch * c.nodes <= 33]
+
+
+@pytest.mark.parametrize("case", small_cases, ids=lambda c: c.name)
+def test_dense_float64_is_the_oracle(case):
+    inputs = attention_inputs(case, torch.float64)
+    out, lse = oracle(inputs)
+    want, want_lse = dense(inputs, visibility(inputs))
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-14)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
+
+
+@dtypes
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda c: c.name)
+def test_matches_oracle(case, dtype):
+    inputs = attention_inputs(case, dtype)
+    out, lse = attend(inputs)
+    seen = visibility(inputs)
+    want, want_lse = dense(inputs.double(), seen)
+    peer, peer_lse = dense(inputs, seen, sdpa=True)
+    error, peer_error = (out - want).abs().max(), (peer - want).abs().max()
+    # What one rounding of data of this size costs. In float64 `want` is no better than `out`.
+    slack = (want.to(dtype) + 0.3 - 0.3 - want.to(dtype)).abs().max().double() * 2
+    if dtype == torch.float64:
+        slack = 4 * torch.finfo(dtype).eps * inputs.v.abs().max()
+    assert error <= 2 * peer_error + slack
+    lse_slack = (want_lse.float() - want_lse).abs().max() * 2 + 1e-7 * want_lse.abs().max()
+    assert (lse - want_lse).abs().max() <= 2 * (peer_lse - want_lse).abs().max() + lse_slack
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_other_instruction_sets(capability):
+    """The same source compiled for older CPUs holds the same promises."""
+    chosen = "(matches_oracle and 32 and (D80 or D37 or softcap)) or whole_numbers"
+    chosen += " or (plain_decoding and seed0 and (float64 or bfloat16) and (N31 or N40))"
+    pytest_run = "-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()
+    run = subprocess.run(
+        [sys.executable, *pytest_run, "-k", chosen, __file__],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+@dtypes
+def test_exponential_of_whole_numbers(dtype):
+    """Two keys whose logits differ by n: the weights are 1 / (1 + e^n) to the dtype's precision."""
+    n = torch.arange(0, 100, dtype=torch.float64)
+    q = n.to(dtype).view(1, -1, 1, 1)
+    k = torch.tensor([1.0, 0.0], dtype=dtype).view(1, 2, 1, 1)
+    v = torch.tensor([1.0, 0.0], dtype=dtype).view(1, 2, 1, 1)
+    out = tree_attention(q, k, v, lens(2), tree_len=0, sm_scale=-1.0).flatten().double()
+    want = 1 / (1 + n.exp())
+    normal = want > 2 * torch.finfo(dtype).tiny
+    eps = max(torch.finfo(dtype).eps, 2.0**-52 if dtype == torch.float64 else 2.0**-22)
+    assert ((out - want).abs()[normal] <= 2 * eps * want[normal]).all()
+    assert (out[~normal] <= 4 * torch.finfo(dtype).tiny).all()
+
+
+# which keys are seen: with q = 0 all weights are equal and V = one-hot rows name the keys
+
+
+def seen_keys(mask: Tensor | None, prefix: int, nodes: int, slots: int, **kwargs) -> list[set[int]]:
+    q = torch.zeros(1, nodes, 1, slots)
+    v = torch.eye(slots).view(1, slots, 1, slots)
+    k = torch.randn(1, slots, 1, slots)
+    out = tree_attention(q, k, v, lens(prefix), mask, **kwargs)
+    rows = [set(row.nonzero()[:, 0].tolist()) for row in out[0, :, 0]]
+    for row, keys in zip(out[0, :, 0], rows, strict=True):
+        torch.testing.assert_close(row[list(keys)], torch.full((len(keys),), 1 / max(len(keys), 1)))
+    return rows
+
+
+def test_two_long_branches_see_only_their_own():
+    """Every non-ancestor of the second branch lies under the causal diagonal."""
+    parents = [-1, 0, 1, 2, 3, 0, 5, 6, 7]
+    keys = seen_keys(tree_mask([parents]), 2, 9, 16)
+    assert keys[4] == {0, 1, 2, 3, 4, 5, 6}
+    assert keys[8] == {0, 1, 2, 7, 8, 9, 10}
+
+
+def test_no_mask_is_a_causal_chain():
+    assert seen_keys(None, 3, 3, 16) == [{0, 1, 2, 3}, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4, 5}]
+    assert seen_keys(None, 2, 2, 16, tree_len=4) == [{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4, 5}]
+    assert seen_keys(None, 4, 3, 16, window=2) == [{3, 4}, {4, 5}, {5, 6}]
+
+
+def test_a_chain_with_depths_takes_positions_from_them():
+    depths = lens(0, 1, 1, 2).view(1, 4)
+    keys = seen_keys(None, 3, 4, 16, window=2, depths=depths)
+    assert keys == [{2, 3}, {3, 4}, {3, 4, 5}, {4, 5, 6}]
+
+
+def test_tree_len_zero_is_prefix_only():
+    assert seen_keys(None, 3, 5, 16, tree_len=0) == [{0, 1, 2}] * 5
+    assert (
+        seen_keys(torch.zeros(1, 5, 0, dtype=torch.int64), 3, 5, 16, tree_len=0) == [{0, 1, 2}] * 5
+    )
+    assert seen_keys(None, 0, 2, 16, tree_len=0) == [set(), set()]
+
+
+def test_window_goes_by_position_not_by_slot():
+    """Root with five children: all are at depth 1, the last child's slot is 5."""
+    depths, mask = tree_arrays([[-1, 0, 0, 0, 0, 0]])
+    keys = seen_keys(mask, 4, 6, 16, window=3, depths=depths)
+    assert keys[0] == {2, 3, 4}
+    assert [keys[i] for i in range(1, 6)] == [{3, 4, 4 + i} for i in range(1, 6)]
+    assert seen_keys(mask, 4, 6, 16, window=1, depths=depths)[3] == {7}
+    assert seen_keys(mask, 4, 6, 16, window=2, depths=depths)[3] == {4, 7}
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+def test_query_head_h_reads_kv_head_h_over_group(group):
+    hkv = 2
+    v = torch.arange(float(hkv)).view(1, 1, hkv, 1).expand(1, 4, hkv, 8).contiguous()
+    q, k = torch.randn(1, 2, hkv * group, 8), torch.randn(1, 4, hkv, 8)
+    out = tree_attention(q, k, v, lens(2))
+    assert out[0, :, :, 0].round().tolist() == [[0.0] * group + [1.0] * group] * 2
+
+
+def test_tree_call_then_causal_call():
+    """No state: the second call does not know the first one's mask."""
+    inputs = attention_inputs(AttentionCase(9, (2, 1), 32, 5), torch.float32)
+    tree, _ = attend(inputs)
+    causal = tree_attention(*inputs.args[:4])
+    inputs.tree_mask = None
+    want, _ = oracle(inputs)
+    torch.testing.assert_close(causal.double(), want, rtol=0, atol=1e-5)
+    assert not torch.allclose(causal, tree)
+
+
+def test_ragged_batch_equals_unpadded_runs():
+    q = torch.randn(3, 4, 2, 32)
+    k, v = torch.randn(3, 60, 1, 32), torch.randn(3, 60, 1, 32)
+    mask = tree_mask([random_parents(4, s) for s in range(3)])
+    prefix = lens(50, 7, 0)
+    out = tree_attention(q, k, v, prefix, mask)
+    for b, length in enumerate(prefix.tolist()):
+        stop = length + 4
+        alone = tree_attention(
+            q[b : b + 1],
+            k[b : b + 1, :stop].contiguous(),
+            v[b : b + 1, :stop].contiguous(),
+            lens(length),
+            mask[b : b + 1],
+        )
+        assert same_bits(out[b : b + 1], alone)
+
+
+# path rule: a node's row is the row of plain decoding
+
+
+def plain_decoding(inputs: AttentionInputs, request: int, **changes) -> tuple[Tensor, Tensor]:
+    """Row of every node when its path is the prefix: one decoding step of one token each."""
+    n, prefix = inputs.q.shape[1], int(inputs.prefix_lens[request])
+    kwargs = {k: v for k, v in inputs.kwargs.items() if k not in ("page_table", "depths")}
+    outs, sums = [], []
+    for i in range(n):
+        path = path_of(inputs.parents[request], i)
+        slots = [*range(prefix), *(prefix + j for j in path)]
+        k, v = inputs.k[request, slots][None], inputs.v[request, slots][None]
+        out, lse = tree_attention(
+            inputs.q[request, i][None, None],
+            k,
+            v,
+            lens(prefix + len(path) - 1),
+            return_lse=True,
+            **kwargs,
+            **changes,
+        )
+        outs.append(out[0])
+        sums.append(lse[0])
+    return torch.cat(outs)[None], torch.cat(sums)[None]
+
+
+PATH_CASES = [
+    AttentionCase(33, (3, 1), 64, 120),
+    AttentionCase(20, (4, 2), 80, 127, batch=2, page_size=5),
+    AttentionCase(65, (2, 2), 64, 255, interleaved=True),
+    AttentionCase(31, (7, 1), 37, 129, page_size=16),
+    AttentionCase(40, (3, 1), 64, 250, window=30),
+    AttentionCase(24, (2, 1), 64, 20, kv_chunk=8, window=5),
+    AttentionCase(24, (2, 1), 96, 0, softcap=3.0, sinks=True, kv_chunk=5),
+    AttentionCase(70, (1, 1), 16, 100),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("seed", range(2), ids=lambda s: f"seed{s}")
+@pytest.mark.parametrize("case", PATH_CASES, ids=lambda c: c.name)
+def test_node_equals_plain_decoding(case, seed, dtype):
+    inputs = attention_inputs(case, dtype, seed=seed)
+    out, lse = attend(inputs)
+    for b in range(case.batch):
+        want, want_lse = plain_decoding(inputs, b)
+        assert same_bits(out[b : b + 1], want)
+        assert same_bits(lse[b : b + 1], want_lse)
+
+
+@pytest.mark.parametrize("with_depths", [False, True], ids=["popcount", "depths"])
+def test_node_equals_plain_decoding_in_any_slot_order(with_depths):
+    """Parents may have larger slots than their children: the path is ordered by depth."""
+    for seed in range(4):
+        case = AttentionCase(40, (3, 1), 64, 120)
+        inputs = attention_inputs(case, torch.bfloat16, seed=seed, any_order=True)
+        assert any(p > i for i, p in enumerate(inputs.parents[0]))
+        if with_depths:
+            inputs.kwargs["depths"] = tree_arrays(inputs.parents)[0]
+        out, lse = attend(inputs)
+        want, want_lse = plain_decoding(inputs, 0)
+        assert same_bits(out, want)
+        assert same_bits(lse, want_lse)
+
+
+@dtypes
+def test_slot_order_does_not_matter(dtype):
+    inputs = attention_inputs(AttentionCase(33, (3, 1), 64, 100), dtype)
+    out, _ = attend(inputs)
+    order = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(32) + 1])
+    place = torch.argsort(order)
+    parents = [-1] + [int(place[inputs.parents[0][int(order[i])]]) for i in range(1, 33)]
+    slots = torch.cat([torch.arange(100), 100 + order])
+    moved = tree_attention(
+        inputs.q[:, order],
+        inputs.k[:, slots],
+        inputs.v[:, slots],
+        inputs.prefix_lens,
+        tree_mask([parents]),
+    )
+    assert same_bits(moved, out[:, order])
+
+
+def test_growing_a_tree_level_by_level_equals_one_call():
+    """The draft head's way: queries are the newest slots, ancestors lie in slots without a row."""
+    top_k, levels = 4, 3
+    parents = [-1] * top_k + [
+        (level - 1) * top_k + p for level in range(1, levels) for p in (0, 0, 2, 1)
+    ]
+    n = len(parents)
+    bits = torch.zeros(1, n, n, dtype=torch.bool)
+    for i in range(n):
+        bits[0, i, path_of(parents, i)] = True
+    words = reference.pack_tree_mask(bits)
+    q, k, v = torch.randn(1, n, 3, 64), torch.randn(1, 250, 1, 64), torch.randn(1, 250, 1, 64)
+    whole = tree_attention(q, k, v, lens(200), words)
+    for level in range(levels):
+        stop = (level + 1) * top_k
+        rows = slice(stop - top_k, stop)
+        grown = tree_attention(q[:, rows], k, v, lens(200), words[:, rows], tree_len=stop)
+        assert same_bits(grown, whole[:, rows])
+
+
+@dtypes
+def test_prompt_in_chunks_equals_token_by_token(dtype):
+    """A causal chain in one call, in pieces, one by one, and as an explicit tree mask."""
+    n = 300
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, n, h, 64, generator=g).to(dtype) for h in (3, 1, 1))
+    whole = tree_attention(q, k, v, lens(0))
+    pieces = [
+        tree_attention(q[:, a:b], k, v, lens(a))
+        for a, b in ((0, 1), (1, 130), (130, 257), (257, n))
+    ]
+    assert same_bits(torch.cat(pieces, 1), whole)
+    single = [tree_attention(q[:, i : i + 1], k, v, lens(i)) for i in range(n)]
+    assert same_bits(torch.cat(single, 1), whole)
+    mask = tree_mask([[i - 1 for i in range(n)]])
+    assert same_bits(tree_attention(q, k, v, lens(0), mask), whole)
+
+
+# row rule: a row does not know its neighbours, nor where its keys lie
+
+
+@dtypes
+def test_row_is_independent_of_layout_batch_and_threads(dtype):
+    case = AttentionCase(33, (6, 2), 80, 200, batch=2, window=170)
+    inputs = attention_inputs(case, dtype)
+    out, lse = attend(inputs)
+    d = inputs.q.shape[-1]
+
+    def same(changed: AttentionInputs, rows=slice(None), batch=slice(None)) -> bool:
+        got, got_lse = attend(changed)
+        return same_bits(got, out[batch, rows]) and same_bits(got_lse, lse[batch, rows])
+
+    for page_size in (1, 5, 16, 24, 256):
+        for interleaved in (False, True):
+            k, v, table = paged(inputs.k, inputs.v, page_size, 7, interleaved=interleaved)
+            kwargs = inputs.kwargs | {"page_table": table}
+            assert same(
+                AttentionInputs(
+                    inputs.q, k, v, inputs.prefix_lens, inputs.tree_mask, kwargs, [], None, None
+                )
+            )
+    # [B, H, S, D] storage, and rows with a gap behind them.
+    hnd = (inputs.k.transpose(1, 2).contiguous().transpose(1, 2), inputs.v)
+    gaps = tuple(torch.cat([x, x], -1)[..., :d] for x in (inputs.k, inputs.v))
+    for k, v in (hnd, gaps):
+        wide_q = torch.cat([inputs.q, inputs.q], -1)[..., :d]
+        assert same(
+            AttentionInputs(wide_q, k, v, inputs.prefix_lens, inputs.tree_mask, inputs.kwargs)
+        )
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            assert same(inputs)
+    finally:
+        torch.set_num_threads(threads)
+    for b in range(2):
+        one = slice(b, b + 1)
+        kwargs = inputs.kwargs | {"depths": inputs.kwargs["depths"][one]}
+        alone = (
+            inputs.q[one],
+            inputs.k[one],
+            inputs.v[one],
+            inputs.prefix_lens[one],
+            inputs.tree_mask[one],
+        )
+        assert same(AttentionInputs(*alone, kwargs), batch=one)
+        # The last rows only.
+        last = (inputs.q[one, 20:], *alone[1:4], inputs.tree_mask[one, 20:])
+        rest = kwargs | {"tree_len": 33}
+        assert same(AttentionInputs(*last, rest), rows=slice(20, None), batch=one)
+
+
+def test_output_may_be_strided_and_max_prefix_len_is_only_a_hint():
+    inputs = attention_inputs(AttentionCase(9, (3, 1), 64, 40), torch.float32)
+    want, want_lse = attend(inputs)
+    out = torch.full((1, 3, 9, 128), float("nan")).transpose(1, 2)[..., :64]
+    lse = torch.full((1, 3, 9), float("nan")).transpose(1, 2)
+    for hint in (0, 1, 40, 1000):
+        got = tree_attention(*inputs.args, out=out, lse=lse, max_prefix_len=hint)
+        assert got is out
+        assert same_bits(out, want)
+        assert same_bits(lse, want_lse)
+
+
+def test_result_is_contiguous_whatever_the_queries_strides():
+    q = torch.randn(2, 3, 5, 16).transpose(1, 2)
+    k, v = torch.randn(2, 9, 1, 16), torch.randn(2, 9, 1, 16)
+    assert tree_attention(q, k, v, lens(1, 2)).is_contiguous()
+
+
+# poison rule
+
+POISON = {"nan": float("nan"), "inf": float("inf"), "-inf": NEG_INF}
+poisons = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+
+
+@dtypes
+@poisons
+@pytest.mark.parametrize("page_size", [None, 5], ids=["dense", "paged"])
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
+def test_invisible_slots_do_not_touch_the_result(dtype, poison, page_size, chain):
+    case = AttentionCase(33, (3, 1), 64, 130, window=90, chain=chain)
+    inputs = attention_inputs(case, dtype)
+    want, want_lse = attend(inputs)
+    seen = visibility(inputs)
+    for row in (0, 7, 20, 32):
+        k, v = inputs.k.clone(), inputs.v.clone()
+        hidden = ~seen[0, row]
+        k[0, hidden] = poison
+        v[0, hidden] = poison
+        kwargs = dict(inputs.kwargs)
+        if page_size is not None:
+            k, v, kwargs["page_table"] = paged(k, v, page_size, row)
+        changed = AttentionInputs(inputs.q, k, v, inputs.prefix_lens, inputs.tree_mask, kwargs)
+        out, lse = attend(changed)
+        assert same_bits(out[:, row], want[:, row])
+        assert same_bits(lse[:, row], want_lse[:, row])
+
+
+@dtypes
+@poisons
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
+def test_a_row_that_sees_poison_shows_it_and_no_other_does(dtype, poison, which, chain):
+    case = AttentionCase(33, (3, 1), 64, 130, window=90, chain=chain)
+    inputs = attention_inputs(case, dtype)
+    want, _ = attend(inputs)
+    seen = visibility(inputs)[0]
+    for slot in (60, 128, 130, 131, 140, 162):
+        changed = AttentionInputs(**vars(inputs))
+        cache = getattr(inputs, which).clone()
+        cache[0, slot, :, 3] = poison
+        setattr(changed, f"{which}_cache", cache)
+        out, _ = attend(changed)
+        hit = seen[:, slot]
+        assert same_bits(out[0, ~hit], want[0, ~hit])
+        assert not out[0, hit].isfinite().all(-1).any()
+
+
+def test_page_entries_past_the_tree_are_never_read():
+    inputs = attention_inputs(AttentionCase(6, (2, 1), 32, 20, page_size=4), torch.float32)
+    want, _ = attend(inputs)
+    table = inputs.kwargs["page_table"].clone()
+    table[:, 7:] = 2**31 - 1
+    assert same_bits(attend(inputs, page_table=table)[0], want)
+
+
+# rows that see nothing, merging
+
+
+@dtypes
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_a_row_that_sees_nothing(dtype, sinks):
+    """An empty mask row is padding, with a prefix or without."""
+    q = torch.randn(2, 3, 2, 64).to(dtype)
+    k = torch.full((2, 20, 1, 64), float("nan")).to(dtype)
+    mask = torch.zeros(2, 3, 1, dtype=torch.int64)
+    sink = torch.tensor([0.5, -2.0]) if sinks else None
+    out, lse = tree_attention(q, k, k, lens(0, 15), mask, sinks=sink, return_lse=True)
+    assert (out == 0).all()
+    want = sink if sinks else torch.full((2,), NEG_INF)
+    assert (lse == want).all()
+    out, lse = tree_attention(q, k, k, lens(0, 0), tree_len=0, sinks=sink, return_lse=True)
+    assert (out == 0).all() and (lse == want).all()
+
+
+def test_padding_rows_beside_real_ones():
+    inputs = attention_inputs(AttentionCase(9, (3, 1), 64, 140), torch.float32)
+    want, _ = attend(inputs)
+    inputs.tree_mask[:, 5:] = 0
+    out, lse = attend(inputs)
+    assert same_bits(out[:, :5], want[:, :5])
+    assert (out[:, 5:] == 0).all() and (lse[:, 5:] == NEG_INF).all()
+
+
+@dtypes
+def test_merging_with_an_empty_part_changes_nothing(dtype):
+    out = torch.randn(2, 3, 4, 64).to(dtype)
+    lse = torch.randn(2, 3, 4)
+    empty = torch.full((2, 3, 4), NEG_INF)
+    junk = torch.full_like(out, float("nan"))
+    for got in (
+        merge_attention_states(out, lse, junk, empty),
+        merge_attention_states(junk, empty, out, lse),
+    ):
+        assert same_bits(got[0], out) and same_bits(got[1], lse)
+    both, both_lse = merge_attention_states(junk, empty, junk, empty)
+    assert (both == 0).all() and (both_lse == NEG_INF).all()
+
+
+@dtypes
+def test_merging_parts_equals_the_whole(dtype):
+    inputs = attention_inputs(AttentionCase(9, (4, 2), 64, 140), dtype)
+    want, want_lse = oracle(inputs)
+    q, k, v, prefix, mask = inputs.args
+    front = tree_attention(q, k, v, lens(100), tree_len=0, return_lse=True)
+    # The other 40 prefix keys and the tree.
+    back = tree_attention(q, k[:, 100:], v[:, 100:], prefix - 100, mask, return_lse=True)
+    out, lse = merge_attention_states(*front, *back)
+    eps = torch.finfo(dtype).eps
+    # The sums are float32 in every dtype: a rounding of theirs is an error of the parts' weights.
+    rounding = want_lse.abs().max() * 2.0**-23
+    assert (out - want).abs().max() <= 4 * (eps + rounding) * want.abs().max()
+    assert (lse - want_lse).abs().max() <= 4 * rounding
+    exact = [x.double() for x in (front[0], front[1], back[0], back[1])]
+    total = torch.logaddexp(exact[1], exact[3])
+    merged = exact[0] * (exact[1] - total).exp()[..., None]
+    merged += exact[2] * (exact[3] - total).exp()[..., None]
+    assert (out - merged).abs().max() <= max(2 * eps, 1e-6) * merged.abs().max()
+    oracle_out, _ = reference.merge_attention_states(*front, *back)
+    assert (out.double() - oracle_out.double()).abs().max() <= 4 * eps + 1e-6
+    again_out, again_lse = torch.empty_like(out), torch.empty_like(lse)
+    got = merge_attention_states(*front, *back, out=again_out, lse=again_lse)
+    assert got[0] is again_out and same_bits(again_out, out) and same_bits(again_lse, lse)
+
+
+def test_empty_batches_and_no_nodes():
+    for b, n in ((0, 3), (2, 0)):
+        q = torch.randn(b, n, 2, 16)
+        k = torch.randn(b, 5, 1, 16)
+        out, lse = tree_attention(q, k, k, lens(*[1] * b), return_lse=True)
+        assert out.shape == q.shape and lse.shape == (b, n, 2)
+
+
+# arguments
+
+
+def base() -> dict[str, object]:
+    return {
+        "q": torch.randn(2, 5, 4, 16),
+        "k_cache": torch.randn(2, 20, 2, 16),
+        "v_cache": torch.randn(2, 20, 2, 16),
+        "prefix_lens": lens(3, 4),
+        "tree_mask": tree_mask([[-1, 0, 0, 1, 2]] * 2),
+    }
+
+
+WRONG = [
+    ("rank of q", {"q": torch.randn(5, 4, 16)}, ValueError, r"q: expected shape \[B, N, Hq, D\]"),
+    ("dtype of q", {"q": torch.ones(2, 5, 4, 16).int()}, TypeError, "q: expected dtype"),
+    ("heads", {"q": torch.randn(2, 5, 3, 16)}, ValueError, "q: expected a multiple of the 2 KV"),
+    ("head dim", {"q": torch.randn(2, 5, 4, 8)}, ValueError, "k_cache: expected shape"),
+    ("batch", {"k_cache": torch.randn(3, 20, 2, 16)}, ValueError, "k_cache: expected shape"),
+    ("dtype of k", {"k_cache": torch.randn(2, 20, 2, 16).half()}, TypeError, "k_cache: .*float16"),
+    ("slots of v", {"v_cache": torch.randn(2, 9, 2, 16)}, ValueError, "v_cache: expected shape"),
+    (
+        "strides of v",
+        {"v_cache": torch.randn(2, 20, 16, 2).mT},
+        ValueError,
+        "v_cache: expected a contiguous last dimension",
+    ),
+    ("type of v", {"v_cache": [1.0]}, TypeError, "v_cache: expected a float32 tensor"),
+    ("lens dtype", {"prefix_lens": lens(3, 4).long()}, TypeError, "prefix_lens: expected dtype"),
+    ("lens size", {"prefix_lens": lens(3)}, ValueError, "prefix_lens: expected shape"),
+    ("mask too short", {"tree_len": 70}, ValueError, r"tree_mask: .* got \(2, 5, 1\)"),
+    (
+        "mask rows missing",
+        {"tree_mask": torch.ones(2, 4, 1).long()},
+        ValueError,
+        r"tree_mask: expected shape .* = \(2, 5, 1\), got \(2, 4, 1\)",
+    ),
+    (
+        "mask transposed",
+        {"tree_mask": torch.ones(2, 1, 5).long()},
+        ValueError,
+        r"tree_mask: .* got \(2, 1, 5\)",
+    ),
+    ("mask of bools", {"tree_mask": torch.ones(2, 5, 5).bool()}, TypeError, "tree_mask: .* bool"),
+    ("mask of int32", {"tree_mask": torch.ones(2, 5, 1).int()}, TypeError, "tree_mask: .* int32"),
+    ("mask without batch", {"tree_mask": torch.ones(5, 1).long()}, ValueError, "tree_mask: .*"),
+    ("tree_len below N", {"tree_len": 4}, ValueError, "tree_len: expected 0 or at least the 5"),
+    ("tree_len negative", {"tree_len": -1}, ValueError, "tree_len: expected at least 0, got -1"),
+    ("depths shape", {"depths": torch.ones(2, 4).int()}, ValueError, "depths: expected shape"),
+    ("depths dtype", {"depths": torch.ones(2, 5)}, TypeError, "depths: expected dtype int32"),
+    ("window without depths", {"window": 4}, ValueError, "depths: .* with window and tree_mask"),
+    ("window 0", {"window": 0}, ValueError, "window: expected at least 1, got 0"),
+    (
+        "window without positions",
+        {"window": 4, "tree_len": 0, "tree_mask": None},
+        ValueError,
+        "window: expected tree_len > 0",
+    ),
+    ("softcap", {"softcap": -1.0}, ValueError, "softcap: expected 0"),
+    ("softcap nan", {"softcap": float("nan")}, ValueError, "softcap: expected 0"),
+    ("kv_chunk", {"kv_chunk": 0}, ValueError, "kv_chunk: expected 1 to 65536, got 0"),
+    ("max_prefix_len", {"max_prefix_len": -2}, ValueError, "max_prefix_len: expected at least 0"),
+    ("sinks", {"sinks": torch.randn(3)}, ValueError, "sinks: expected shape"),
+    ("sinks dtype", {"sinks": torch.ones(4).int()}, TypeError, "sinks: expected dtype"),
+    (
+        "page table dtype",
+        {"page_table": torch.ones(2, 3).long()},
+        TypeError,
+        "page_table: expected dtype int32",
+    ),
+    (
+        "page table rows",
+        {"page_table": torch.ones(3, 3).int()},
+        ValueError,
+        "page_table: expected shape",
+    ),
+    ("out shape", {"out": torch.empty(2, 5, 4, 15)}, ValueError, "out: expected shape"),
+    ("out dtype", {"out": torch.empty(2, 5, 4, 16).half()}, TypeError, "out: expected dtype"),
+    ("lse shape", {"lse": torch.empty(2, 5)}, ValueError, "lse: expected shape"),
+    ("lse dtype", {"lse": torch.empty(2, 5, 4).double()}, TypeError, "lse: expected dtype"),
+    (
+        "requires grad",
+        {"q": torch.randn(2, 5, 4, 16, requires_grad=True)},
+        ValueError,
+        "q: expected a tensor that does not require grad",
+    ),
+    ("ragged", {"qo_indptr": lens(0, 5, 10)}, NotImplementedError, "qo_indptr"),
+    ("max_q", {"max_q": 5}, NotImplementedError, "max_q"),
+    ("k_scale", {"k_scale": torch.ones(1)}, NotImplementedError, "k_scale"),
+    (
+        "float8",
+        {"k_cache": torch.zeros(2, 20, 2, 16).to(torch.float8_e4m3fn)},
+        NotImplementedError,
+        "k_cache: float8",
+    ),
+    (
+        "head dim of v",
+        {"v_cache": torch.randn(2, 20, 2, 8)},
+        NotImplementedError,
+        r"v_cache: a head dim \(8\) other than K's \(16\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_wrong_arguments_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        tree_attention(**(base() | change))
+
+
+def test_grad_is_allowed_without_grad_mode():
+    inputs = base()
+    want = tree_attention(**inputs)
+    inputs["q"].requires_grad_()
+    with torch.no_grad():
+        assert same_bits(tree_attention(**inputs), want)
+
+
+INVALID = [
+    ("lens negative", {"prefix_lens": lens(-1, 4)}, r"prefix_lens\[0\]"),
+    ("lens past the cache", {"prefix_lens": lens(3, 21)}, r"prefix_lens\[1\]"),
+    (
+        "no room for the tree",
+        {"prefix_lens": lens(3, 17)},
+        r"prefix_lens\[1\]: expected at most 15",
+    ),
+    (
+        "no room for the chain",
+        {"prefix_lens": lens(3, 17), "tree_mask": None},
+        r"prefix_lens\[1\]: expected at most 15",
+    ),
+    (
+        "bit past the tree",
+        {"tree_mask": torch.full((2, 5, 1), -1)},
+        r"tree_mask\[0, 0\]: expected no bit at or past tree_len = 5",
+    ),
+    ("page id", {"page_table": torch.tensor([[1, 0], [1, 2]]).int()}, r"page_table\[1, 1\].*got 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [w[1:] for w in INVALID], ids=[w[0] for w in INVALID]
+)
+def test_validate_reads_the_values(change, message):
+    inputs = base() | change
+    if "page_table" in change:
+        inputs["prefix_lens"] = lens(3, 18)
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**inputs, validate=True)
+    # Without it nothing may crash or write elsewhere, whatever the values.
+    assert tree_attention(**inputs).shape == inputs["q"].shape
+
+
+def test_validate_accepts_what_is_right():
+    tree_attention(**base(), validate=True)
+    for case in ATTENTION_CASES[:12]:
+        inputs = attention_inputs(case, torch.float32)
+        tree_attention(*inputs.args, **inputs.kwargs, validate=True)
+
+
+def test_hostile_values_stay_inside_the_cache():
+    """Garbage lengths, pages, depths and bits: any result, no crash, no NaN from outside."""
+    g = torch.Generator().manual_seed(0)
+    for trial in range(60):
+        pages, size = 4, 3
+        pool = torch.randn(pages, size, 1, 16, generator=g)
+        table = torch.randint(-(2**31), 2**31, (2, 3), generator=g).int()
+        if trial % 3:
+            table %= pages
+        prefix = torch.randint(-20, 20, (2,), generator=g).int()
+        if trial % 5 == 0:
+            prefix[0] = (-(2**31), 2**31 - 1)[trial % 2]
+        mask = torch.randint(-(2**62), 2**62, (2, 7, 2), generator=g)
+        depths = torch.randint(-(2**31), 2**31, (2, 70), generator=g).int()
+        if trial % 2:
+            depths = depths % 9
+        q = torch.randn(2, 7, 2, 16, generator=g)
+        window = [None, 1, 5, 2**62][trial % 4]
+        for words in (mask, None):
+            out = tree_attention(
+                q,
+                pool,
+                pool,
+                prefix,
+                words,
+                tree_len=70,
+                page_table=table,
+                depths=depths,
+                window=window,
+            )
+            assert out.isfinite().all()
+
+
+def test_page_ids_above_sixteen_bits():
+    pages = 66_000
+    k = torch.zeros(pages, 1, 1, 8)
+    k[65_999], k[65_999 - 65_536] = 5.0, 7.0
+    table = lens(65_999).view(1, 1)
+    out = tree_attention(torch.randn(1, 1, 1, 8), k, k, lens(1), tree_len=0, page_table=table)
+    assert (out == 5.0).all()
+
+
+# the op as PyTorch sees it
+
+
+def op_arguments(case: AttentionCase) -> tuple[tuple, dict]:
+    inputs = attention_inputs(case, torch.float32)
+    out = torch.empty_like(inputs.q)
+    return inputs.args, inputs.kwargs | {"out": out, "lse": torch.empty(inputs.q.shape[:3])}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(5, (4, 2), 16, 9, window=4, softcap=2.0, sinks=True, page_size=4, kv_chunk=3),
+        AttentionCase(5, (4, 2), 16, 9, chain=True),
+    ],
+    ids=lambda c: c.name,
+)
+def test_opcheck_tree_attention(case):
+    args, kwargs = op_arguments(case)
+    torch.library.opcheck(torch.ops.eagle2_kernels.tree_attention_out.default, args, kwargs)
+
+
+def test_opcheck_merge():
+    args = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3)) * 2
+    torch.library.opcheck(torch.ops.eagle2_kernels.merge_attention_states.default, args)
+    outs = {"out": torch.empty(1, 2, 3, 8), "lse": torch.empty(1, 2, 3)}
+    torch.library.opcheck(torch.ops.eagle2_kernels.merge_attention_states_out.default, args, outs)
+
+
+def test_the_op_refuses_what_would_read_out_of_bounds():
+    """Engines call the op without the wrapper."""
+    op = torch.ops.eagle2_kernels.tree_attention_out.default
+    good = base()
+    for change in (
+        {"tree_mask": torch.ones(2, 4, 1).long()},
+        {"prefix_lens": lens(3)},
+        {"v_cache": torch.randn(2, 9, 2, 16)},
+        {"k_cache": torch.randn(1, 20, 2, 16)},
+        {"depths": torch.ones(2, 4).int()},
+        {"sinks": torch.randn(3)},
+        {"k_scale": torch.ones(1)},
+        {"qo_indptr": lens(0, 5, 10)},
+    ):
+        args = good | change
+        with pytest.raises((RuntimeError, NotImplementedError), match=next(iter(change))):
+            op(**args, out=torch.empty_like(good["q"]))
+    with pytest.raises(RuntimeError, match="k_cache: expected size 17"):
+        op(**(good | {"q": torch.randn(2, 5, 4, 17)}), out=torch.empty(2, 5, 4, 17))
+    with pytest.raises(RuntimeError, match="out"):
+        op(**good, out=torch.empty(2, 5, 4, 8))
+    with pytest.raises(RuntimeError, match="lse"):
+        op(**good, out=torch.empty_like(good["q"]), lse=torch.empty(2, 5, 3))
+
+
+def test_compiles_without_graph_breaks_and_recompiles_at_most_once():
+    count = 0
+
+    def backend(module, _):
+        nonlocal count
+        count += 1
+        return module
+
+    compiled = torch.compile(tree_attention, fullgraph=True, backend=backend, dynamic=True)
+    for nodes in (5, 6, 9, 12, 33, 40):
+        inputs = attention_inputs(AttentionCase(nodes, (2, 1), 16, nodes + 3), torch.float32)
+        got, got_lse = compiled(*inputs.args, return_lse=True)
+        want, want_lse = attend(inputs)
+        assert same_bits(got, want) and same_bits(got_lse, want_lse)
+    assert count <= 2
+
+
+def test_every_op_of_this_room_has_a_compiled_kernel():
+    for name in ("tree_attention_out", "merge_attention_states", "merge_attention_states_out"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"{ops.NAMESPACE}::{name}", "CPU")
