@@ -31,7 +31,7 @@ _ATTENTION = "eagle2_tree"
 _PROBE = "eagle2_probe"
 _KEYWORD = "eagle2"
 
-# Row counts below 32 that `row_invariant_rows` compares, largest first; all up to the largest floor.
+# Row counts that `row_invariant_rows` compares with 32, largest first.
 _PROBED_ROWS = (31, 24, 20, 17, 16, 15, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 # Arguments of attention functions that say nothing `tree_attention` would have to honour.
@@ -422,7 +422,7 @@ class TargetModel:
 
 
 def _cancelling(rows: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
-    """x [R, K] and weight [N, K] whose products are sums of 0, but for rounding.
+    """Rows x [R, K] and weight [N, K] whose products are sums of 0, but for rounding.
 
     What such a product leaves is the rounding of its partial sums, so any other order of summation
     shows, where random numbers would hide most of it under the last rounding.
