@@ -252,3 +252,13 @@ def test_sdist_holds_what_a_build_needs(tmp_path):
         wanted |= found
     assert wanted <= held
     assert not [name for name in held if name.endswith((".so", ".pyc"))]
+
+
+def test_command_line_names_the_extra_it_lacks():
+    script = (
+        "import sys; sys.modules['typer'] = None; from eagle2_kernels.__main__ import main; main()"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "pip install 'eagle2_kernels[hf]'" in run.stderr
+    assert "Traceback" not in run.stderr
