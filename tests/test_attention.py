@@ -590,6 +590,7 @@ def base() -> dict[str, object]:
 
 WRONG = [
     ("rank of q", {"q": torch.randn(5, 4, 16)}, ValueError, r"q: expected shape \[B, N, Hq, D\]"),
+    ("type of q", {"q": [1.0]}, TypeError, "q: expected a float32 or .* tensor"),
     ("dtype of q", {"q": torch.ones(2, 5, 4, 16).int()}, TypeError, "q: expected dtype"),
     ("heads", {"q": torch.randn(2, 5, 3, 16)}, ValueError, "q: expected a multiple of the 2 KV"),
     ("head dim", {"q": torch.randn(2, 5, 4, 8)}, ValueError, "k_cache: expected shape"),
