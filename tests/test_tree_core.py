@@ -1,0 +1,318 @@
+"""csrc/tree.h and csrc/address.h themselves, bound by pybind11: no torch between test and code."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle2_kernels import reference
+
+HERE = Path(__file__).parent
+CSRC = HERE.parent / "csrc"
+NATIVE = HERE / "native"
+GOLDEN = json.loads((HERE / "data" / "gumbel_noise.json").read_text())
+GUARD = 77
+TEAMS = [1, 3]
+
+
+def compile_native(source, target, *flags):
+    command = ["c++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", *flags]
+    run = subprocess.run(
+        [*command, str(NATIVE / source), "-o", str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    pybind11 = pytest.importorskip("pybind11")
+    include = sysconfig.get_paths()["include"]
+    if not (Path(include) / "Python.h").exists():
+        pytest.skip(f"no Python.h in {include}")
+    target = tmp_path_factory.mktemp("core") / f"tree_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    headers = [f"-isystem{include}", f"-isystem{pybind11.get_include()}"]
+    compile_native("tree_core.cpp", target, *headers, "-shared", "-fPIC", "-pthread")
+    spec = importlib.util.spec_from_file_location("tree_core", target)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Guarded:
+    """Output arrays with guard elements behind them."""
+
+    def __init__(self):
+        self.arrays = []
+
+    def array(self, size, dtype):
+        array = np.full(size + 8, GUARD, dtype)
+        self.arrays.append((array, size))
+        return array
+
+    def values(self):
+        for array, size in self.arrays:
+            assert (array[size:] == GUARD).all(), "written past the end"
+        return [array[:size] for array, size in self.arrays]
+
+
+def as_numpy(tensors):
+    return [t[0].numpy().reshape(-1) for t in tensors]
+
+
+def assert_arrays_equal(got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        a, b = (x.view(np.int64) if x.dtype == np.uint64 else x for x in (a, b))
+        assert np.array_equal(a, b), i
+
+
+def flatten(core, parents, count, prefix, team):
+    n, out = len(parents), Guarded()
+    arrays = [
+        out.array(n, np.int32),
+        out.array(n, np.int64),
+        out.array(n, np.int32),
+        out.array(n, np.int32),
+        out.array(n * ((n + 63) // 64), np.uint64),
+    ]
+    core.flatten(np.array(parents, np.int32), n, count, prefix, *arrays, team)
+    return out.values()
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_flatten_on_any_parents(core, team):
+    @settings(max_examples=150 if team == 1 else 40, deadline=None, derandomize=True)
+    @given(st.lists(st.integers(-3, 80), min_size=1, max_size=80), st.integers(-2, 90))
+    def check(parents, count):
+        parents = [-1, *(p % len(parents) if p >= 0 else p for p in parents[1:])]
+        got = flatten(core, parents, count, 5, team)
+        tensors = reference.flatten_tree(
+            torch.tensor([parents]).int(), torch.tensor([count]), torch.tensor([5])
+        )
+        assert_arrays_equal(got, as_numpy(tensors))
+
+    check()
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_build_on_any_candidates(core, team):
+    scores = st.sampled_from([0.0, -0.0, -1.0, -2.0, -2.5, math.nan, -math.inf, math.inf])
+
+    @settings(max_examples=150 if team == 1 else 40, deadline=None, derandomize=True)
+    @given(st.data())
+    def check(data):
+        own = data.draw(st.lists(scores, min_size=1, max_size=60))
+        m = len(own)
+        parents = [
+            data.draw(st.one_of(st.integers(-1, c), st.integers(-4, m + 4))) for c in range(m)
+        ]
+        n = data.draw(st.integers(1, 70))
+        slots, depth = data.draw(st.tuples(st.integers(-1, 80), st.integers(-1, 9)))
+        got = build(core, list(range(m)), own, parents, n, slots, depth, team)
+        tensors = reference.build_tree(
+            torch.tensor([3]),
+            torch.tensor([8]),
+            torch.arange(m)[None],
+            torch.tensor([own]),
+            torch.tensor([parents]).int(),
+            n,
+            torch.tensor([[slots, depth]]),
+        )
+        assert_arrays_equal(got, [t[0].numpy().reshape(-1) for t in tensors])
+
+    check()
+
+
+def build(core, tokens, scores, parents, n, slots, depth, team):
+    out = Guarded()
+    dtypes = (np.int64, np.int32, np.int32, np.int64, np.float32, np.int32, np.int32)
+    arrays = [out.array(n, dtype) for dtype in dtypes]
+    arrays += [out.array(n * ((n + 63) // 64), np.uint64), out.array(1, np.int32)]
+    core.build(
+        np.array(tokens, np.int64),
+        np.array(scores, np.float32),
+        np.array(parents, np.int32),
+        3,
+        8,
+        n,
+        slots,
+        depth,
+        *arrays,
+        team,
+    )
+    return out.values()
+
+
+def test_a_team_builds_what_one_builds_at_size(core):
+    generator = np.random.default_rng(0)
+    m, n = 3000, 300
+    parents = [int(generator.integers(-1, c)) if c else -1 for c in range(m)]
+    scores = -generator.integers(0, 40, m).astype(np.float32)
+    args = (np.arange(m), scores, parents, n, n, m)
+    assert_arrays_equal(build(core, *args, 4), build(core, *args, 1))
+
+
+def test_no_phase_of_a_team_lacks_a_sync(tmp_path):
+    probe = tmp_path / "probe.cpp"
+    probe.write_text("int main() {}\n")
+    flags = ["-fsanitize=thread", "-g", "-pthread"]
+    have = subprocess.run(
+        ["c++", *flags, str(probe), "-o", str(tmp_path / "probe")], capture_output=True, check=False
+    )
+    if have.returncode or subprocess.run([tmp_path / "probe"], capture_output=True).returncode:
+        pytest.skip("this compiler has no working ThreadSanitizer")
+    compile_native("team_race.cpp", tmp_path / "race", *flags)
+    run = subprocess.run([tmp_path / "race"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "WARNING" not in run.stderr, run.stdout + run.stderr[:4000]
+
+
+def test_depths_of_all_parent_arrays_of_four_slots(core):
+    for code in range(6**4):
+        parents = [code // 6**i % 6 - 1 for i in range(4)]
+        for n in range(5):
+            for slot in range(n):
+                walk = reference._ancestors(parents, n, slot)
+                want = -1 if walk is None else len(walk) - 1
+                assert core.depth_of(np.array(parents, np.int32), n, slot) == want
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_leaf_paths_stay_inside_their_rows(core, width):
+    generator = np.random.default_rng(width)
+    for _ in range(200):
+        n = int(generator.integers(1, 12))
+        parents = [-1, *(int(generator.integers(-1, n + 1)) for _ in range(n - 1))]
+        count = int(generator.integers(-1, n + 2))
+        out = Guarded()
+        rows = out.array(n * width, np.int64)
+        core.leaf_paths(np.array(parents, np.int32), count, width, rows)
+        want = reference.retrieve_indices(
+            torch.tensor([parents]).int(), torch.tensor([count]), width - 1
+        )
+        assert_arrays_equal(out.values(), as_numpy([want]))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_extending_touches_its_own_level_only(core, level):
+    k, words = 3, 1
+    end = k + level * k * k
+    beam = np.array([0, 2, 1] if level == 1 else [8, 0, 4], np.int64)
+    mask = np.array([1 << 60, 2 << 60, 4 << 60], np.uint64)
+    parents = np.full(end + 5, GUARD, np.int32)
+    next_mask = np.full(k * words + 4, GUARD, np.uint64)
+    core.extend(level, k, beam, mask, parents, next_mask)
+    start = end - k * k
+    assert (parents[:start] == GUARD).all() and (parents[end:] == GUARD).all()
+    above = 0 if level == 1 else start - k * k
+    assert parents[start:end].tolist() == [above + int(e) for e in beam for _ in range(k)]
+    assert (next_mask[k * words :] == GUARD).all()
+    for j in range(k):
+        inherited = int(mask[beam[j] // k])
+        assert int(next_mask[j]) == inherited | 1 << ((level - 1) * k + j)
+
+
+def test_the_walk_asks_each_visited_slot_once(core):
+    child, sibling = np.array([1, 3, -1, -1], np.int32), np.array([-1, 2, -1, -1], np.int32)
+    draft, target = np.array([0, 5, 6, 7]), np.array([5, 7, 9, 8])
+    asked, accepted, index, emitted = core.walk(target, draft, child, sibling, 3)
+    assert asked == [0, 1, 3] and accepted == 2
+    assert index == [0, 1, 3, -1] and emitted == [5, 7, 8, -1]
+
+
+def test_walks_over_looping_links_end(core):
+    loop = np.array([1, 0], np.int32)
+    draft = np.array([4, 4])
+    _, accepted, index, _ = core.walk(np.array([4, 4]), draft, loop, loop, 5)
+    assert accepted == 5 and index == [0, 1, 0, 1, 0, 1]
+    _, accepted, _, _ = core.walk(np.array([9, 9]), draft, loop, loop, 5)
+    assert accepted == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "words"), [(0, 0), (1, 1), (31, 1), (32, 1), (33, 1), (63, 1), (64, 1), (65, 2)]
+)
+def test_mask_words(core, slots, words):
+    assert core.mask_words(slots) == words
+
+
+def test_rank_keys_order_as_scores_then_index(core):
+    scores = [math.inf, 3e38, 1.0, 1e-45, 0.0, -1e-45, -1.0, -3e38, -math.inf]
+    keys = [core.rank_key(s, c) for s in scores for c in (0, 1, 2**31 - 1)]
+    assert keys == sorted(keys, reverse=True) and len(set(keys)) == len(keys)
+    assert core.rank_key(-0.0, 3) == core.rank_key(0.0, 3)
+
+
+def test_golden_words_and_noise_of_the_core(core):
+    for seed, position, token, word, bits in GOLDEN["rows"]:
+        seed %= 2**64
+        assert core.philox(seed, position, token // 4)[token % 4] == word
+        noise = np.float32(core.gumbel_noise(seed, position, token))
+        assert int(noise.view(np.int32)) == bits
+    words = np.array([w for w, _ in GOLDEN["edge_words"]], np.uint32)
+    assert core.gumbel(words).view(np.int32).tolist() == [b for _, b in GOLDEN["edge_words"]]
+
+
+def test_noise_of_many_words_has_the_oracles_bits(core):
+    words = np.random.default_rng(1).integers(0, 2**32, 200_000, dtype=np.uint32)
+    # Small words are the large noise, which decides draws: take them on purpose.
+    words[:50_000] >>= np.random.default_rng(2).integers(0, 32, 50_000, dtype=np.uint32)
+    want = reference.gumbel_from_words(torch.from_numpy(words.astype(np.int64))).numpy()
+    assert np.array_equal(core.gumbel(words).view(np.int32), want.view(np.int32))
+    v = np.minimum((words.astype(np.float64) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    v = np.minimum(v.astype(np.float32), np.float32(1 - 2.0**-24)).astype(np.float64)
+    exact = -np.log(-np.log1p(-v))
+    assert np.abs(want - exact).max() < 3e-6
+
+
+def test_logarithm_is_right_to_the_last_bits(core):
+    bits = np.random.default_rng(3).integers(0x00800000, 0x7F800000, 100_000, dtype=np.uint32)
+    x = np.concatenate([bits.view(np.float32), np.float32([1.0, 0.5, 2.0, 2.0**-126])])
+    exact = np.log(x.astype(np.float64))
+    error = np.abs(core.log_poly(x) - exact) / np.maximum(np.abs(exact), 2.0**-24)
+    assert error.max() < 4e-7
+
+
+def test_exponential_is_right_to_the_last_bits(core):
+    x = -np.abs(np.random.default_rng(4).normal(0, 30, 100_000)).astype(np.float32)
+    x = np.maximum(x, np.float32(-87.0))
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(core.exp_poly(x) - exact) / exact).max() < 3e-7
+    edges = np.float32([0.0, -0.0, -88.0, -1e30, -math.inf])
+    assert core.exp_poly(edges).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_addresses_past_thirty_two_bits(core):
+    assert core.cache_offset(319, 7_864_320, 0, 512, 0, 64) == 2_508_718_080
+    assert core.cache_offset(70_000, 100_000, 3, 512, 2, 64) == 7_000_001_664
+
+
+@pytest.mark.parametrize(
+    ("position", "where"),
+    [
+        (0, [70_000, 0]),
+        (15, [70_000, 15]),
+        (16, [2, 0]),
+        (33, [-1, 1]),
+        (48, [-1, 0]),
+        (-1, [-1, 0]),
+    ],
+)
+def test_cache_slots_of_a_paged_request(core, position, where):
+    table = np.array([70_000, 2, -1], np.int32)
+    assert core.cache_slot(position, 5, table, 16, 80_000) == where
+
+
+def test_cache_slots_of_a_dense_request(core):
+    assert core.cache_slot(9, 5, None, 10, 6) == [5, 9]
+    assert core.cache_slot(10, 5, None, 10, 6)[0] == -1
+    assert core.cache_slot(-1, 5, None, 10, 6)[0] == -1
