@@ -1,0 +1,267 @@
+"""Every row of the op table: schema, oracle, fake and compiled kernel agree and obey PyTorch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from growth import i32
+
+import eagle2_kernels
+from eagle2_kernels import ops
+from eagle2_kernels.ops import NAMESPACE, OPS
+
+NAMES = [op.name for op in OPS]
+BY_NAME = {op.name: op for op in OPS}
+WORKING = [op.name for op in OPS if op.later is None]
+# What some tests run from elsewhere must import the installation, not a checkout in the way.
+PYTHON = [sys.executable, "-P", "-c"]
+
+
+def example(name: str) -> tuple[tuple, dict]:
+    """Arguments of a small call, without outputs."""
+    generator = torch.Generator().manual_seed(1)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    parents = i32([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 0]])
+    counts, prefix = i32([5, 4]), i32([3, 0])
+    draft = torch.tensor([[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]])
+    child, sibling = i32([[1, 3, -1, -1, -1]] * 2), i32([[-1, 2, -1, 4, -1]] * 2)
+    positions, seeds = torch.arange(10).view(2, 5), torch.tensor([1, 2])
+    filters = {
+        "temperature": torch.tensor([1.0, 0.0]),
+        "top_k": i32([4, 0]),
+        "top_p": torch.tensor([0.9, 1.0]),
+        "min_p": torch.tensor([0.0, 0.1]),
+        "allowed_mask": torch.full((2, 5, 1), -2, dtype=torch.int32),
+    }
+    mask = torch.tensor([[[0b1], [0b11], [0b101], [0b1011], [0b10011]]] * 2)
+    keys, values = rand(2, 12, 2, 8), rand(2, 12, 2, 8)
+    return {
+        "expand_topk": ((rand(2, 3, 11), rand(2, 3), 4, torch.arange(11) * 2), {}),
+        "extend_draft_tree": (
+            (i32([[0] * 6] * 2), torch.zeros(2, 2, 1).long(), torch.tensor([[1, 0]] * 2), 1),
+            {},
+        ),
+        "build_tree": (
+            (torch.tensor([7, 8]), prefix, draft, rand(2, 5), parents, 4, i32([[4, 2], [3, 9]])),
+            {},
+        ),
+        "flatten_tree": ((parents, counts, prefix), {}),
+        "retrieve_indices": ((parents, counts, 2), {}),
+        "pack_tree_mask": ((rand(3, 70) > 0,), {}),
+        "unpack_tree_mask": ((torch.tensor([[3, 5]]), 70), {}),
+        "tree_attention_out": (
+            (rand(2, 5, 4, 8), keys, values, i32([3, 0]), mask),
+            {"out": torch.empty(2, 5, 4, 8), "lse": torch.empty(2, 5, 4)},
+        ),
+        "merge_attention_states": (
+            (rand(2, 5, 4, 8), rand(2, 5, 4), rand(2, 5, 4, 8), rand(2, 5, 4)),
+            {},
+        ),
+        "sample_tokens": ((rand(2, 5, 9), positions, seeds), filters),
+        "verify_tree": ((draft, draft, child, sibling, 2, counts), {}),
+        "sample_and_verify": (
+            (rand(2, 5, 9), positions, seeds, draft, child, sibling, 2, counts),
+            filters,
+        ),
+        "verify_tree_coins": (
+            (rand(2, 5, 9).softmax(-1), draft, child, sibling, rand(2, 5), rand(2), 2),
+            {},
+        ),
+        "compact_kv": (([keys, values], i32([[0, 2], [0, -1]]), i32([1, 0]), prefix), {}),
+        "write_kv": ((keys, values, rand(2, 5, 2, 8), rand(2, 5, 2, 8), prefix, counts), {}),
+    }[name]
+
+
+def overload(name):
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def as_tuple(result):
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result or ())
+
+
+def with_outs(name):
+    """Arguments of the ``_out`` twin: outputs shaped as the op returns them, poisoned."""
+    args, kwargs = example(name)
+    results = as_tuple(overload(name)(*example(name)[0], **kwargs))
+    outs = {k: torch.full_like(r, 77) for k, r in zip(BY_NAME[name].outs, results, strict=True)}
+    return args, kwargs | outs
+
+
+def same(a, b):
+    return (
+        torch.allclose(a, b, atol=1e-4, equal_nan=True)
+        if a.is_floating_point()
+        else torch.equal(a, b)
+    )
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_opcheck(name):
+    args, kwargs = example(name)
+    torch.library.opcheck(overload(name), args, kwargs)
+
+
+@pytest.mark.parametrize("name", [n for n in WORKING if BY_NAME[n].outs])
+def test_opcheck_of_the_out_twin(name):
+    args, kwargs = with_outs(name)
+    torch.library.opcheck(overload(f"{name}_out"), args, kwargs)
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_each_op_has_an_oracle_a_fake_and_a_compiled_kernel(name):
+    op = BY_NAME[name]
+    assert op.reference is not None and op.summary
+    for each in (name, f"{name}_out") if op.outs else (name,):
+        registered = torch._C._dispatch_dump(f"{NAMESPACE}::{each}").splitlines()
+        by_key = {line.split(":")[0]: line for line in registered}
+        assert ".cpp:" in by_key["CPU"], "a Python function serves the CPU"
+        assert "Meta" in by_key
+        for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "AutogradCPU"):
+            assert key not in by_key
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_the_kernel_agrees_with_the_oracle(name):
+    args, kwargs = example(name)
+    twin, twin_kwargs = example(name)
+    got = as_tuple(overload(name)(*args, **kwargs))
+    want = as_tuple(BY_NAME[name].reference(*twin, **twin_kwargs))
+    assert len(got) == len(want)
+    flat = [*got, *torch.utils._pytree.tree_leaves((args, kwargs))]
+    other = [*want, *torch.utils._pytree.tree_leaves((twin, twin_kwargs))]
+    for a, b in zip(flat, other, strict=True):
+        assert same(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS if op.later])
+def test_what_is_promised_for_later_says_so(name):
+    args, kwargs = example(name)
+    outs = {k: torch.empty(0) for k in BY_NAME[name].outs}
+    with pytest.raises(NotImplementedError, match=f"{name} has no kernel yet"):
+        overload(name)(*args, **kwargs)
+    with pytest.raises(NotImplementedError, match=f"{name} has no kernel yet"):
+        overload(f"{name}_out")(*args, **kwargs, **outs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_op_returns_an_argument(name):
+    for each in (name, f"{name}_out") if BY_NAME[name].outs else (name,):
+        schema = overload(each)._schema
+        assert all(r.alias_info is None for r in schema.returns)
+        assert not each.endswith("_out") or not schema.returns
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_are_symbolic(name):
+    """A plain int specialises: a graph for every length of a sequence."""
+    assert "int " not in BY_NAME[name].schema.replace("SymInt ", "")
+    assert "int? " not in BY_NAME[name].schema.replace("SymInt? ", "")
+
+
+def test_sizes_that_change_do_not_recompile_for_ever():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+
+    @torch.compile(backend=count, fullgraph=True)
+    def f(logits, beam_scores, top_k, words, num_keys):
+        tokens, *_ = eagle2_kernels.expand_topk(logits, beam_scores, top_k)
+        return tokens, eagle2_kernels.unpack_tree_mask(words, num_keys)
+
+    for size in range(3, 10):
+        tokens, mask = f(
+            torch.randn(1, 2, 40), torch.zeros(1, 2), size, torch.zeros(1, 1).long(), size
+        )
+        assert tokens.shape == (1, 2 * size) and mask.shape == (1, size)
+    assert len(graphs) <= 2
+
+
+COMPILE_FIRST = """
+import torch, eagle2_kernels
+
+@torch.compile(fullgraph=True)
+def step(logits, beam_scores, parents, root, prefix):
+    tokens, scores, *_ = eagle2_kernels.expand_topk(logits, beam_scores, 4)
+    tree = eagle2_kernels.build_tree(root, prefix, tokens, scores, parents, 4)
+    return tree.draft_tokens, tree.tree_mask
+
+args = (torch.arange(10.0).view(1, 1, 10), torch.zeros(1, 1),
+        torch.full((1, 4), -1, dtype=torch.int32), torch.tensor([50]),
+        torch.tensor([3], dtype=torch.int32))
+with torch.no_grad():
+    tokens, mask = step(*args)
+assert tokens.tolist() == [[50, 9, 8, 7]], tokens
+assert mask.tolist() == [[[1], [3], [5], [9]]], mask
+print("compiled")
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    run = subprocess.run([*PYTHON, COMPILE_FIRST], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "compiled", run.stderr[-3000:]
+
+
+USE_REFERENCE = """
+import torch, eagle2_kernels
+from eagle2_kernels import ops
+dump = torch._C._dispatch_dump("eagle2_kernels::flatten_tree")
+assert ".cpp:" not in dump.split("CPU:")[1].splitlines()[0], dump
+parents = torch.tensor([[-1, 0, 1]], dtype=torch.int32)
+n = torch.tensor([3], dtype=torch.int32)
+depths, *_ = eagle2_kernels.flatten_tree(parents, n, n)
+out = [torch.empty_like(t) for t in torch.ops.eagle2_kernels.flatten_tree(parents, n, n)]
+row = next(op for op in ops.OPS if op.name == "flatten_tree")
+torch.ops.eagle2_kernels.flatten_tree_out(parents, n, n, **dict(zip(row.outs, out)))
+assert depths.tolist() == out[0].tolist() == [[0, 1, 2]]
+try:
+    eagle2_kernels.verify_tree_coins(*[torch.zeros(1, 1)] * 6, 1)
+except NotImplementedError:
+    print(ops.backend())
+"""
+
+
+@pytest.mark.parametrize(("value", "expected"), [("reference", "reference"), ("fast", "")])
+def test_the_oracle_runs_on_request_only(value, expected, monkeypatch):
+    monkeypatch.setenv("EAGLE2_BACKEND", value)
+    run = subprocess.run([*PYTHON, USE_REFERENCE], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == expected, run.stderr[-3000:]
+    if not expected:
+        assert "EAGLE2_BACKEND: expected 'compiled' or 'reference', got 'fast'" in run.stderr
+
+
+def test_validation_by_environment(monkeypatch):
+    code = """
+import torch, eagle2_kernels
+bad = torch.tensor([[-1, 5]], dtype=torch.int32)
+n = torch.tensor([2], dtype=torch.int32)
+try:
+    eagle2_kernels.flatten_tree(bad, n, n)
+    print("passed")
+except ValueError:
+    print("refused")
+"""
+    for value, expected in (("0", "passed"), ("1", "refused")):
+        monkeypatch.setenv("EAGLE2_VALIDATE", value)
+        run = subprocess.run([*PYTHON, code], capture_output=True, text=True, check=False)
+        assert run.stdout.strip() == expected, run.stderr[-3000:]
+
+
+def test_a_device_without_kernels_says_so():
+    for op in OPS:
+        if op.later is None and op.triton is None and not ops.has_kernel(op.name, "CUDA"):
+            pytest.fail(f"{op.name}: nothing is registered for CUDA, not even an error")
+
+
+def test_meta_tensors_get_shapes():
+    logits = torch.empty(2, 3, 100, device="meta")
+    tokens, *_, rows = overload("expand_topk")(logits, torch.empty(2, 3, device="meta"), 4)
+    assert tokens.shape == (2, 12) and rows.dtype == torch.int32
