@@ -157,6 +157,24 @@ double sum_exp(const double* x, int64_t count, double peak) {
   return total;
 }
 
+EAGLE2_PER_ISA double sum_of(const float* x, int64_t count) {
+  double partial[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) partial[lane] += static_cast<double>(x[i + lane]);
+  }
+  for (; i < count; ++i) partial[i % kLanes] += static_cast<double>(x[i]);
+  double total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += partial[lane];
+  return total;
+}
+
+double sum_of(const double* x, int64_t count) {
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) total += x[i];
+  return total;
+}
+
 EAGLE2_PER_ISA void scale_logits(const float* x, int64_t count, float peak, float temperature,
                                  float* out) {
   for (int64_t i = 0; i < count; ++i) {

@@ -51,6 +51,10 @@ void scale_logits(const double* x, int64_t count, double peak, double temperatur
 void exp_logits(const float* x, int64_t count, float* out);
 void exp_logits(const double* x, int64_t count, double* out);
 
+// The sum of non-negative terms, in float64.
+double sum_of(const float* x, int64_t count);
+double sum_of(const double* x, int64_t count);
+
 // Clears (to -inf) the elements whose bit in `mask` is not set. `first` is a multiple of 32.
 void clear_banned(const int32_t* mask, int64_t first, int64_t count, float* x);
 void clear_banned(const int32_t* mask, int64_t first, int64_t count, double* x);

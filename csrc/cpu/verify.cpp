@@ -164,17 +164,20 @@ class Sampler {
       const T position = -x * kBinsPerUnit;
       return position < kBins - 1 ? static_cast<int>(position) : kBins - 1;
     };
-    for (int64_t v = 0; v < vocab; ++v) bins[bin_of(scaled[v])] += mass[v];
-    double total = 0;
-    for (const double bin : bins) total += bin;
+    const double total = sum_of(mass.data(), vocab);
     const double limit = top_p * total;
+    // All masses below this one together stay below (1 - top_p) of the total: they are dropped.
+    const T tiny = static_cast<T>((1 - top_p) * total / static_cast<double>(vocab) * (1 - 1e-6));
+    for (int64_t v = 0; v < vocab; ++v) {
+      if (mass[v] >= tiny) bins[bin_of(scaled[v])] += mass[v];
+    }
     double sum = 0;
     int cut = 0;
     while (cut < kBins - 1 && sum + bins[cut] < limit) sum += bins[cut++];
 
     std::vector<Ranked<T>> kept, edge;
     for (int64_t v = 0; v < vocab; ++v) {
-      if (row[v] == -INFINITY) continue;
+      if (mass[v] < tiny) continue;
       const int bin = bin_of(scaled[v]);
       if (bin < cut) kept.push_back({row[v], v});
       if (bin == cut) edge.push_back({row[v], v});
