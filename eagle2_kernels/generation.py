@@ -223,8 +223,8 @@ class Request:
     def take_piece(self) -> Any:
         """Text that is certain by now and was not taken yet (ids without a tokenizer)."""
         if self._stream is None:
-            piece, self.shown = self.tokens[self.shown :], len(self.tokens)
-            return piece
+            ids, self.shown = self.tokens[self.shown :], len(self.tokens)
+            return ids
         end = len(self.text)
         if not self.finish_reason:
             end -= max((_overlap(self.text, stop) for stop in self.stops), default=0)

@@ -422,6 +422,22 @@ def test_a_beginning_of_a_stop_string_waits(speaker):
     assert "".join(pieces) == whole
 
 
+# Loading
+
+
+def test_both_models_from_directories(decoder, tmp_path):
+    model = decoder.target.hf_model
+    model.save_pretrained(tmp_path / "target")
+    decoder.head.save(tmp_path / "draft")
+    loaded = EagleDecoder.from_pretrained(
+        tmp_path / "target", tmp_path / "draft", dtype=torch.float64, config=TreeConfig(8, 2, 3)
+    )
+    assert loaded.tokenizer is None
+    assert loaded.target.dtype == loaded.head.fc.weight.dtype == torch.float64
+    expected = decoder.generate_plain(PROMPTS, max_new_tokens=12).token_ids
+    assert loaded.generate(PROMPTS, max_new_tokens=12).token_ids == expected
+
+
 # What is refused
 
 
@@ -593,6 +609,70 @@ def test_a_draft_step_shows_all_candidates(copycat):
     assert int(step.tree.draft_tokens[0, 0]) == tokens[0]
     assert step.emitted == tokens[1 : 1 + len(step.accepted)]
     assert step.prompt == PROMPTS[0]
+
+
+# What a step costs
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tree", "plain"])
+def test_a_step_reads_the_device_once(copycat, monkeypatch, plain):
+    reads = []
+    for name in ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _name=name, _original=original, **kwargs):
+            reads.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    settings = {"max_new_tokens": 24, "eos_token_ids": (), "plain": plain}
+    per_step = []
+    for _ in copycat.stream(PROMPTS, sampling=SamplingParams(1.0, 5, 0.9, seed=1), **settings):
+        per_step.append(list(reads))
+        reads.clear()
+    assert len(per_step) > 3
+    assert per_step[1:] == [["tolist"]] * (len(per_step) - 1)
+
+
+def test_all_steps_have_the_same_shapes(copycat, monkeypatch):
+    """Down to the last one, where fewer tokens are wanted than a tree is deep."""
+    shapes = []
+    forward = type(copycat.target).forward
+
+    def spy(self, cache, token_ids, position_ids, prefix_lens, **kwargs):
+        tensors = (t for t in kwargs.values() if t is not None)
+        shapes.append((token_ids.shape, position_ids.shape, *(t.shape for t in tensors)))
+        return forward(self, cache, token_ids, position_ids, prefix_lens, **kwargs)
+
+    monkeypatch.setattr(type(copycat.target), "forward", spy)
+    copycat.generate(PROMPTS, max_new_tokens=20, eos_token_ids=())
+    assert len(shapes) > 3
+    assert len(set(shapes[1:])) == 1
+
+
+def test_caches_are_reused_and_grow_only_between_calls(copycat):
+    decoder = EagleDecoder(copycat.target, copycat.head)
+    decoder.generate(PROMPTS[0], max_new_tokens=8)
+    first = decoder._idle
+    decoder.generate(PROMPTS[1], max_new_tokens=8)
+    assert decoder._idle is first
+    decoder.generate(PROMPTS, max_new_tokens=8)
+    assert decoder._idle[0].batch == 3
+    assert decoder.generate(PROMPTS[0], max_new_tokens=8).token_ids == plain_tokens(
+        decoder, PROMPTS[0], 8
+    )
+    # Room for the longest sequence and a whole tree past it.
+    decoder.generate(PROMPTS[0], max_new_tokens=240, config=TreeConfig(65, 8, 9))
+    assert decoder._idle[0].capacity >= len(PROMPTS[0]) + 240 + 65
+
+
+def test_stale_cache_contents_do_not_matter(copycat):
+    expected = copycat.generate(PROMPTS, max_new_tokens=20).token_ids
+    cache, draft_cache = copycat._idle
+    with torch.inference_mode():
+        for tensor in (*cache.tensors, draft_cache.k, draft_cache.v):
+            tensor.fill_(float("nan"))
+    assert copycat.generate(PROMPTS, max_new_tokens=20).token_ids == expected
 
 
 def test_public_names():

@@ -197,13 +197,6 @@ def refused():
         "Interface",
     )
     yield (
-        "sinks",
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {"head_dim": 16, "num_local_experts": 2},
-        "sinks",
-    )
-    yield (
         "other V head dim",
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
@@ -268,6 +261,28 @@ def test_attention_outside_a_call_says_so():
     model.config._attn_implementation = "eagle2_tree"
     with pytest.raises(RuntimeError, match="inside TargetModel"):
         model(torch.tensor([[3, 4]]))
+
+
+def test_attention_sinks():
+    settings = {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    }
+    config = transformers.GptOssConfig(**(BASE | settings))
+    # experts of this model have no float64 kernel
+    model = randomized(transformers.GptOssForCausalLM(config), 0).eval()
+    target = TargetModel(model)
+    assert [layer.window for layer in target._layers] == [4, None]
+    ids = tokens(12)
+    features = decode(target, ids, (5, 6))[1]
+    torch.testing.assert_close(features, own_forward(model, ids)[1], rtol=1e-3, atol=1e-3)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data += 3
+    changed = decode(target, ids, (5, 6))[1]
+    assert not torch.allclose(changed, features, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(changed, own_forward(model, ids)[1], rtol=1e-3, atol=1e-3)
 
 
 def test_mixture_of_experts():

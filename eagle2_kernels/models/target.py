@@ -37,7 +37,8 @@ _PROBED_ROWS = (31, 24, 20, 17, 16, 15, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 # Arguments of attention functions that say nothing `tree_attention` would have to honour.
 _HARMLESS = frozenset(
     {"dropout", "scaling", "position_ids", "use_cache", "cache_position", "output_attentions"}
-    | {"output_hidden_states", "is_causal", "sliding_window", "softcap", "return_dict", _KEYWORD}
+    | {"output_hidden_states", "is_causal", "sliding_window", "softcap", "s_aux", "return_dict"}
+    | {_KEYWORD}
 )
 
 
@@ -101,6 +102,7 @@ def _tree_attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     eagle2: _Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -122,6 +124,7 @@ def _tree_attention_function(
         sm_scale=layer.scaling,
         softcap=layer.softcap,
         window=layer.window,
+        sinks=s_aux,
     )
     return out, None
 
@@ -139,7 +142,8 @@ class TargetModel:
     two tokens at construction shows how each layer attends; what this library does not honour (see
     Raises) is refused there.
 
-    One model must not run two forwards at once in two threads.
+    Forwards are for inference: call them under ``torch.inference_mode()``. One model must not run
+    two of them at once in two threads.
 
     Args:
         hf_model: a causal LM of transformers whose attention goes through `AttentionInterface`.
@@ -147,9 +151,9 @@ class TargetModel:
     Raises:
         TypeError: ``hf_model`` is no transformers model.
         ValueError: it is in training mode, an encoder-decoder, keeps state that is no K/V cache,
-            shares K/V between layers, or has attention sinks, a V head dim that differs from K's,
-            masks that are neither causal nor sliding windows, or logits that are not its lm_head
-            of the last hidden state.
+            shares K/V between layers, or has a V head dim that differs from K's, masks that are
+            neither causal nor sliding windows, an attention argument unknown to this library, or
+            logits that are not its lm_head of the last hidden state.
     """
 
     def __init__(self, hf_model: nn.Module) -> None:
@@ -158,13 +162,14 @@ class TargetModel:
             raise TypeError(
                 f"hf_model: expected a transformers causal LM, got {type(hf_model).__name__}"
             )
-        self.hf_model = hf_model
+        self.hf_model: Any = hf_model
         self.config = config.get_text_config()
         self._name = type(hf_model).__name__
         self._check_kind()
-        base = getattr(hf_model, hf_model.base_model_prefix, None)
-        self._base: nn.Module = hf_model.get_decoder() if base is None else base
-        self._lm_head: nn.Module = hf_model.get_output_embeddings()
+        model: Any = hf_model
+        base = getattr(model, model.base_model_prefix, None)
+        self._base: Any = model.get_decoder() if base is None else base
+        self._lm_head: Any = model.get_output_embeddings()
         if self._lm_head is None:
             raise ValueError(f"hf_model: expected a model with an lm_head, {self._name} has none")
         self._layers, self._configs = self._probe()
@@ -344,8 +349,6 @@ class TargetModel:
     ) -> _Layer:
         where = f"hf_model: layer {module.layer_idx} of {self._name}"
         strange = {k: v for k, v in kwargs.items() if k not in _HARMLESS and v is not None}
-        if "s_aux" in strange:
-            raise ValueError(f"{where} has attention sinks (s_aux): not supported yet")
         if strange:
             raise ValueError(f"{where} asks its attention for {sorted(strange)}: not supported")
         if not getattr(module, "is_causal", True):
@@ -405,12 +408,12 @@ class TargetModel:
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap:
             finishes.append(lambda x: torch.tanh(x / cap) * cap)
-        for name, sign in (("logit_scale", 1), ("logits_scaling", -1)):
-            factor = getattr(self.config, name, None)
-            if factor and sign > 0:
-                finishes.append(lambda x, f=factor: x * f)
-            elif factor:
-                finishes.append(lambda x, f=factor: x / f)
+        factor = getattr(self.config, "logit_scale", None)
+        if factor:
+            finishes.append(lambda x: x * factor)
+        divisor = getattr(self.config, "logits_scaling", None)
+        if divisor:
+            finishes.append(lambda x: x / divisor)
         for finish in finishes:
             got = plain if finish is None else finish(plain)
             if torch.equal(got.to(expected.dtype), expected):
