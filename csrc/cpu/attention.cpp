@@ -13,6 +13,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "../address.h"
 #include "attention_params.h"
 #include "common.h"

@@ -63,21 +63,29 @@ inline Vector<double>::type load(const double* p) {
   return x;
 }
 
-inline F32 load(const c10::BFloat16* p) {
-  U16 bits;
-  __builtin_memcpy(&bits, p, sizeof bits);
-  return (F32)(__builtin_convertvector(bits, U32) << 16);
+// Sixteen-bit words, zero extended. GCC 12 makes six instructions of the generic form where one
+// exists.
+inline U32 load_words(const void* p) {
+#if EAGLE2_VECTOR_BYTES == 64
+  return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif EAGLE2_VECTOR_BYTES == 32
+  return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  U16 words;
+  __builtin_memcpy(&words, p, sizeof words);
+  return __builtin_convertvector(words, U32);
+#endif
 }
 
-// Exact for every half, subnormals, infinities and NaN included: the exponent is rebased by one
-// multiplication.
+inline F32 load(const c10::BFloat16* p) { return (F32)(load_words(p) << 16); }
+
+// Exact for every half, subnormals, infinities and NaN included: one multiplication rebases the
+// exponent.
 inline F32 load(const c10::Half* p) {
-  U16 bits;
-  __builtin_memcpy(&bits, p, sizeof bits);
-  const U32 wide = __builtin_convertvector(bits, U32);
-  const F32 magnitude = (F32)((wide & 0x7fff) << 13) * 0x1p112f;
-  const U32 special = (U32)((wide & 0x7c00) == 0x7c00) & 0x7f800000u;
-  return (F32)((U32)magnitude | special | ((wide & 0x8000) << 16));
+  const U32 bits = load_words(p);
+  const F32 magnitude = (F32)((bits & 0x7fff) << 13) * 0x1p112f;
+  const U32 special = (U32)((bits & 0x7c00) == 0x7c00) & 0x7f800000u;
+  return (F32)((U32)magnitude | special | ((bits & 0x8000) << 16));
 }
 
 template <typename A>
@@ -85,41 +93,38 @@ inline void store(A* p, typename Vector<A>::type x) {
   __builtin_memcpy(p, &x, sizeof x);
 }
 
-// e^x for x <= 0. Below the smallest normal number the result is 0; NaN stays NaN.
-inline F32 exp_nonpositive(F32 x) {
+// 2^x for x <= 0. Below the smallest normal number the result is 0; NaN stays NaN.
+inline F32 exp2_nonpositive(F32 x) {
   constexpr float kMagic =
       12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const F32 shifted = x * 1.44269504088896341f + kMagic;
+  const F32 shifted = x + kMagic;
   const F32 n = shifted - kMagic;
-  F32 r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  F32 y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  const F32 square = r * r;
-  y = y * square + r;
-  y = y + 1.0f;
-  const I32 exponent = ((I32)shifted - 0x4b400000 + 127) << 23;
-  y = y * (F32)exponent;
-  return (F32)((I32)y & ~(x < -87.33f));
+  const F32 r = x - n;  // in [-1/2, 1/2], exact
+  // Minimax polynomial of 2^r, relative error 2e-9.
+  F32 y = r * 1.53533618e-4f + 1.33988744e-3f;
+  y = y * r + 9.61843736e-3f;
+  y = y * r + 5.55033247e-2f;
+  y = y * r + 2.40226479e-1f;
+  y = y * r + 6.93147203e-1f;
+  y = y * r + 1.0f;
+  y = y * (F32)(((I32)shifted << 23) + 0x3f800000);  // 2^n
+  return (F32)((I32)y & ~(x < -126.0f));
 }
 
-inline Vector<double>::type exp_nonpositive(Vector<double>::type x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+inline Vector<double>::type exp2_nonpositive(Vector<double>::type x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp2(x[i]);
   return x;
 }
 
 template <typename A>
-inline A exp_nonpositive_scalar(A x) {
-  return exp_nonpositive(broadcast<A>(x))[0];
+inline A exp2_nonpositive_scalar(A x) {
+  return exp2_nonpositive(broadcast<A>(x))[0];
 }
 
 inline F32 hyperbolic_tangent(F32 x) {
   const I32 sign = (I32)x & INT32_MIN;
   const F32 magnitude = (F32)((I32)x & INT32_MAX);
-  const F32 decay = exp_nonpositive(magnitude * -2.0f);
+  const F32 decay = exp2_nonpositive(magnitude * -2.88539008f);  // e^-2|x|
   const F32 large = (F32)((I32)((1.0f - decay) / (1.0f + decay)) | sign);
   const F32 square = x * x;
   F32 y = square * -5.70498872745e-3f + 2.06390887954e-2f;
@@ -373,21 +378,21 @@ void accumulate_shared(int rows, const A* weights, int64_t weights_pitch, Values
   }
 }
 
-// In place on whole vectors: softcap, and an infinite score becomes NaN. A row that sees a
-// non-finite key must show it; a score of -inf would drop the key in silence.
+// In place on whole vectors: with a cap the scores come divided by it and leave as cap *
+// tanh(score), in units of log2. An infinite score becomes NaN: a row that sees a non-finite key
+// must show it, and -inf would drop the key in silence.
 template <typename A>
-void cap_scores(A* scores, int64_t begin, int64_t end, A softcap) {
+void cap_scores(A* scores, int64_t begin, int64_t end, A cap) {
   constexpr int L = kLanes<A>;
-  const A inverse = softcap > 0 ? 1 / softcap : A(0);
   for (int64_t j = begin; j < end; j += L) {
     auto x = load(scores + j);
     x = x + (x - x);
-    if (softcap > 0) x = hyperbolic_tangent(x * inverse) * softcap;
+    if (cap > 0) x = hyperbolic_tangent(x) * cap;
     store(scores + j, x);
   }
 }
 
-// Scores to e^(score - peak) in place on whole vectors; the caller has set what the row does not
+// Scores to 2^(score - peak) in place on whole vectors; the caller has set what the row does not
 // see to -inf.
 template <typename A>
 void exponentiate(A* scores, int64_t begin, int64_t end, A* peak, A* total) {
@@ -401,7 +406,7 @@ void exponentiate(A* scores, int64_t begin, int64_t end, A* peak, A* total) {
   const auto shift = broadcast<A>(*peak);
   typename Vector<A>::type sum = {};
   for (int64_t j = begin; j < end; j += L) {
-    const auto weight = exp_nonpositive(load(scores + j) - shift);
+    const auto weight = exp2_nonpositive(load(scores + j) - shift);
     sum = sum + weight;
     store(scores + j, weight);
   }
@@ -414,14 +419,14 @@ template <typename A>
 void merge_chunk(A peak, A total, const A* sum, int64_t dim, A* row_peak, A* row_total,
                  A* row_sum) {
   if (peak > *row_peak) {
-    const A decay = exp_nonpositive_scalar<A>(*row_peak - peak);
+    const A decay = exp2_nonpositive_scalar<A>(*row_peak - peak);
     for (int64_t d = 0; d < dim; d += kLanes<A>) {
       store(row_sum + d, load(sum + d) + load(row_sum + d) * decay);
     }
     *row_total = total + *row_total * decay;
     *row_peak = peak;
   } else {
-    const A decay = exp_nonpositive_scalar<A>(peak - *row_peak);
+    const A decay = exp2_nonpositive_scalar<A>(peak - *row_peak);
     for (int64_t d = 0; d < dim; d += kLanes<A>) {
       store(row_sum + d, load(row_sum + d) + load(sum + d) * decay);
     }
@@ -526,6 +531,9 @@ void cache_rows(const AttentionParams& p, const void* cache, const int64_t* stri
 
 constexpr int64_t kTileRows = 256;
 
+// Logits are kept in units of log2, which saves the exponential a multiplication.
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
 template <typename T, typename A>
 void attend(const AttentionParams& p, int64_t task) {
   constexpr int L = kLanes<A>;
@@ -557,13 +565,27 @@ void attend(const AttentionParams& p, int64_t task) {
   A* values = arena.take<A>(pitch * row_pitch);
   A* scores = arena.take<A>(kRows * scores_pitch);
   A* sum = arena.take<A>(kRows * row_pitch);
-  A* value = arena.take<A>(row_pitch);
+  A* path_values = arena.take<A>(dim % L == 0 ? 0 : pitch * row_pitch);
   T* zero = arena.take<T>(dim);
   const T** k_rows = arena.take<const T*>(pitch);
   const T** v_rows = arena.take<const T*>(pitch);
-  const T** path_rows = arena.take<const T*>(pitch);
+  const T** path_k = arena.take<const T*>(pitch);
+  const T** path_v = arena.take<const T*>(pitch);
   NodeView* view = arena.take<NodeView>(tile_nodes);
+  int32_t* node_of = arena.take<int32_t>(tile_rows);
   std::fill(zero, zero + dim, static_cast<T>(0.0f));
+
+  const T **k_slots = nullptr, **v_slots = nullptr;
+  if (!chain) {
+    k_slots = arena.take<const T*>(slots);
+    v_slots = arena.take<const T*>(slots);
+    cache_rows<T>(p, p.k, p.k_stride, request, kv_head, prefix, slots, zero, k_slots);
+    cache_rows<T>(p, p.v, p.v_stride, request, kv_head, prefix, slots, zero, v_slots);
+  }
+
+  // Divided by the cap where there is one, see cap_scores.
+  const A scale = static_cast<A>(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E);
+  const A cap = static_cast<A>(p.softcap * kLog2E);
 
   static thread_local std::vector<int32_t> depths, paths, rest;
   if (!chain && p.mask != nullptr) slot_depths(p, request, slots, depths);
@@ -610,12 +632,11 @@ void attend(const AttentionParams& p, int64_t task) {
 
     // Queries, scaled; empty running softmax.
     for (int64_t r = 0; r < rows; ++r) {
+      node_of[r] = static_cast<int32_t>(r / group);
       const T* from = static_cast<const T*>(p.q) + request * p.q_stride[0] +
-                      (tile + r / group) * p.q_stride[1] +
+                      (tile + node_of[r]) * p.q_stride[1] +
                       (kv_head * group + r % group) * p.q_stride[2];
-      for (int64_t d = 0; d < dim; ++d) {
-        q[r * dim + d] = static_cast<A>(from[d]) * static_cast<A>(p.scale);
-      }
+      for (int64_t d = 0; d < dim; ++d) q[r * dim + d] = static_cast<A>(from[d]) * scale;
       row_peak[r] = kMinusInfinity;
       row_total[r] = 0;
     }
@@ -640,13 +661,13 @@ void attend(const AttentionParams& p, int64_t task) {
         }
       }
 
-      int64_t loaded_node = -1;
+      int64_t loaded_node = -1, valued_node = -1;  // whose path's keys and values are at hand
       for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
         const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
         int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
         int64_t low = chunk, high = 0;
         for (int r = 0; r < count; ++r) {
-          const NodeView& see = view[(r0 + r) / group];
+          const NodeView& see = view[node_of[r0 + r]];
           begin[r] = std::clamp<int64_t>(see.begin - start, 0, chunk);
           end[r] = std::clamp<int64_t>(see.end - start, 0, chunk);
           if (begin[r] >= end[r]) begin[r] = end[r] = 0;
@@ -662,7 +683,7 @@ void attend(const AttentionParams& p, int64_t task) {
         // Positions of the path inside this chunk: [path_begin, path_end), per row.
         int64_t path_begin[kRows], path_end[kRows];
         for (int r = 0; r < count; ++r) {
-          const int64_t n = (r0 + r) / group;
+          const int64_t n = node_of[r0 + r];
           const NodeView& see = view[n];
           path_begin[r] = std::clamp<int64_t>(prefix - start, 0, chunk);
           path_end[r] = see.path_count == 0
@@ -673,12 +694,10 @@ void attend(const AttentionParams& p, int64_t task) {
           if (n != loaded_node) {
             const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
             for (int64_t j = 0; j < length; ++j) {
-              const int64_t slot = path[j] < 0 ? ~path[j] : path[j];
-              cache_rows<T>(p, p.k, p.k_stride, request, kv_head, prefix + slot, 1, zero,
-                            path_rows + j);
+              path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
             }
-            for (int64_t j = length; j % L != 0; ++j) path_rows[j] = zero;
-            load_transposed<T, A>(path_rows, length, dim, path_columns, pitch);
+            for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
+            load_transposed<T, A>(path_k, length, dim, path_columns, pitch);
             loaded_node = n;
           }
           // The rows of one node follow each other and are scored together.
@@ -702,11 +721,11 @@ void attend(const AttentionParams& p, int64_t task) {
           const int64_t to = path ? path_end[r] : end[r];
           const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
           A* row = scores + r * scores_pitch;
-          cap_scores<A>(row, whole_from, whole_to, static_cast<A>(p.softcap));
+          cap_scores<A>(row, whole_from, whole_to, cap);
           std::fill(row + whole_from, row + from, kMinusInfinity);
           std::fill(row + to, row + whole_to, kMinusInfinity);
           if (path) {
-            const NodeView& see = view[(r0 + r) / group];
+            const NodeView& see = view[node_of[r0 + r]];
             bool any = begin[r] < end[r];
             for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
               if (paths[see.path + start + j - prefix] < 0) {
@@ -729,18 +748,30 @@ void attend(const AttentionParams& p, int64_t task) {
           accumulate_shared<A>(count, scores, scores_pitch, RowsInScratch<A>{values, row_pitch},
                                begin, end, vectors, sum, row_pitch);
         }
-        for (int r = 0; r < count; ++r) {
-          const NodeView& see = view[(r0 + r) / group];
-          for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
-            const int32_t slot = paths[see.path + start + j - prefix];
-            if (slot < 0) continue;
-            const T* from;
-            cache_rows<T>(p, p.v, p.v_stride, request, kv_head, prefix + slot, 1, zero, &from);
-            load_row(from, dim, value);
-            accumulate<A>(1, scores + r * scores_pitch + j, scores_pitch,
-                          RowsInScratch<A>{value, 0}, 0, 1, vectors, sum + r * row_pitch,
-                          row_pitch);
+        for (int r = 0; r < count;) {
+          const int64_t n = node_of[r0 + r], length = path_end[r] - path_begin[r];
+          const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+          const int32_t* path = paths.data() + view[n].path + (start + path_begin[r] - prefix);
+          const A* weights = scores + r * scores_pitch + path_begin[r];
+          if (length > 0 && n != valued_node) {
+            for (int64_t j = 0; j < length; ++j) {
+              if (path[j] < 0) continue;
+              path_v[j] = v_slots[path[j]];
+              if (dim % L != 0) load_row(path_v[j], dim, path_values + j * row_pitch);
+            }
+            valued_node = n;
           }
+          for (int64_t j = 0, stop; j < length; j = stop + 1) {
+            for (stop = j; stop < length && path[stop] >= 0;) ++stop;
+            if (dim % L == 0) {
+              accumulate<A>(same, weights, scores_pitch, RowsInPlace<T>{path_v}, j, stop, vectors,
+                            sum + r * row_pitch, row_pitch);
+            } else {
+              accumulate<A>(same, weights, scores_pitch, RowsInScratch<A>{path_values, row_pitch},
+                            j, stop, vectors, sum + r * row_pitch, row_pitch);
+            }
+          }
+          r += same;
         }
 
         for (int r = 0; r < count; ++r) {
@@ -757,16 +788,16 @@ void attend(const AttentionParams& p, int64_t task) {
       A most = row_peak[r], total = row_total[r], weight = 1;
       const bool empty = total == 0;
       if (p.sinks != nullptr) {
-        const A sink = static_cast<A>(p.sinks[head]);
+        const A sink = static_cast<A>(p.sinks[head] * kLog2E);
         if (empty) {
           most = sink;
           total = 1;
         } else if (sink > most) {
-          weight = exp_nonpositive_scalar<A>(most - sink);
+          weight = exp2_nonpositive_scalar<A>(most - sink);
           total = 1 + total * weight;
           most = sink;
         } else {
-          total = total + exp_nonpositive_scalar<A>(sink - most);
+          total = total + exp2_nonpositive_scalar<A>(sink - most);
         }
       }
       T* to = static_cast<T*>(p.out) + request * p.out_stride[0] + node * p.out_stride[1] +
@@ -774,15 +805,15 @@ void attend(const AttentionParams& p, int64_t task) {
       if (empty) {
         std::fill(to, to + dim, static_cast<T>(0.0f));
       } else {
-        const A scale = weight / total;
+        const A share = weight / total;
         const A* from = row_sum + r * row_pitch;
-        for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<T>(from[d] * scale);
+        for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<T>(from[d] * share);
       }
       if (p.lse != nullptr) {
         const bool nothing = empty && p.sinks == nullptr;
         p.lse[request * p.lse_stride[0] + node * p.lse_stride[1] + head * p.lse_stride[2]] =
             nothing ? -std::numeric_limits<float>::infinity()
-                    : static_cast<float>(most + std::log(total));
+                    : static_cast<float>((most + std::log2(total)) * static_cast<A>(kLn2));
       }
     }
   }
