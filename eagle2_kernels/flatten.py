@@ -168,8 +168,7 @@ def flatten_tree(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape or value.
 
-    Source: the tree attention mask of EAGLE-2, arXiv 2406.16858, figure 6; SpecInfer,
-    arXiv 2305.09781.
+    Source: tree attention, SpecInfer, arXiv 2305.09781, as used in EAGLE-2, arXiv 2406.16858.
     """
     return _checks.call(
         _flatten_tree, _check_flatten_tree, validate, parents, num_nodes, prefix_lens

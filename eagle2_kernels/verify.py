@@ -114,6 +114,8 @@ def _per_request(
     logits: Tensor, value: Tensor | float | None, off: float, dtype: torch.dtype
 ) -> Tensor | None:
     """A host number as a [B] tensor; None where it switches the filter off."""
+    if not isinstance(logits, Tensor):
+        return None  # the op refuses the logits
     if value is None or (isinstance(value, (int, float)) and value == off):
         return None
     if isinstance(value, (int, float)):
@@ -122,7 +124,7 @@ def _per_request(
 
 
 def _seeds(logits: Tensor, seeds: Tensor | int) -> Tensor:
-    if isinstance(seeds, int):
+    if isinstance(seeds, int) and isinstance(logits, Tensor):
         return seeds + torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
     return seeds
 

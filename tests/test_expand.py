@@ -309,6 +309,17 @@ def test_a_beam_entry_out_of_range_gives_no_tree_to_its_children():
         e2.extend_draft_tree(parents, mask, beam, 1, validate=True)
 
 
+def test_the_out_twin_of_extend_overwrites_poison_and_needs_its_own_memory():
+    parents = torch.zeros(1, 6, dtype=torch.int32)
+    mask, beam = torch.zeros(1, 2, 1, dtype=torch.int64), torch.tensor([[1, 0]])
+    want = OPS.extend_draft_tree(parents, mask, beam, 1)
+    out = torch.full_like(mask, 77)
+    OPS.extend_draft_tree_out(parents, mask, beam, 1, next_draft_mask=out)
+    assert torch.equal(out, want)
+    with pytest.raises(RuntimeError, match="next_draft_mask: expected memory of its own"):
+        OPS.extend_draft_tree_out(parents, mask, beam, 1, next_draft_mask=mask)
+
+
 EXPAND = {
     "logits": torch.zeros(2, 3, 5),
     "beam_scores": torch.zeros(2, 3),

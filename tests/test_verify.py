@@ -581,15 +581,23 @@ def test_tree_decoding_emits_what_plain_decoding_emits(filters):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_first_token_keeps_the_targets_law_whatever_the_children(temperature):
-    """p/q acceptance with top-k children emits [1/6, 0, 5/6] here, sibling coins something else."""
-    case = ENGINE["verify_rule_laws"]
-    logits = torch.tensor(case["target"]).log()
+@pytest.mark.parametrize(
+    ("target", "children"),
+    [
+        (ENGINE["verify_rule_laws"]["target"], ENGINE["verify_rule_laws"]["children_topk"]),
+        (ENGINE["lossless_counterexample_independent_siblings"]["target"], [0, 1]),
+        ([0.1, 0.6, 0.3], [1, 2]),
+    ],
+    ids=["verify_rule_laws", "independent_siblings", "shared_noise"],
+)
+def test_the_first_token_keeps_the_targets_law_whatever_the_children(target, children, temperature):
+    """p/q acceptance of top-k children and sibling coins of their own emit other laws here."""
+    logits = torch.tensor(target).log()
     count, n = 30_000, 3
     child, sibling = i32([[1, -1, -1]]), i32([[-1, 2, -1]])
-    draft = torch.tensor([[9, *case["children_topk"]]])
+    draft = torch.tensor([[9, *children]])
     emitted, _, accepted, _ = e2.sample_and_verify(
-        logits.expand(count, n, 3),
+        logits.expand(count, n, len(target)),
         torch.tensor([[4, 5, 5]]).expand(count, -1),
         torch.arange(count),
         draft.expand(count, -1),
@@ -601,7 +609,74 @@ def test_the_first_token_keeps_the_targets_law_whatever_the_children(temperature
     law = torch.softmax(logits.double() / temperature, 0)
     assert chi_square(emitted[:, 0], law) < 1
     rate = float(accepted.double().mean())
-    assert rate == pytest.approx(float(law[:2].sum()), abs=4 * 0.5 / math.sqrt(count))
+    assert rate == pytest.approx(float(law[children].sum()), abs=4 * 0.5 / math.sqrt(count))
+
+
+def test_filters_and_bans_hold_at_every_node():
+    """A banned token and one that min-p drops are not emitted at any depth, drafted or not."""
+    vocab, count = 5, 400
+    logits = torch.tensor([2.0, 1.9, 1.8, -2.0, 2.2]).expand(count, 4, vocab)
+    chain = i32([[1, 2, 3, -1]]).expand(count, -1)
+    draft = torch.tensor([[9, 4, 3, 4]]).expand(count, -1)
+    mask = torch.full((count, 4, 1), 0b01111, dtype=torch.int32)
+    emitted, _, accepted, _ = e2.sample_and_verify(
+        logits,
+        torch.arange(4).expand(count, -1),
+        torch.arange(count),
+        draft,
+        chain,
+        torch.full_like(chain, -1),
+        3,
+        temperature=1.0,
+        min_p=0.1,
+        allowed_mask=mask,
+    )
+    assert (accepted == 0).all()
+    assert emitted[:, 0].unique().tolist() == [0, 1, 2]
+    drafted = torch.tensor([[9, 0, 1, 2]]).expand(count, -1)
+    emitted, _, accepted, _ = e2.sample_and_verify(
+        logits,
+        torch.arange(4).expand(count, -1),
+        torch.arange(count),
+        drafted,
+        chain,
+        torch.full_like(chain, -1),
+        3,
+        temperature=1.0,
+        min_p=0.1,
+        allowed_mask=mask,
+    )
+    assert int(accepted.max()) == 3
+    assert emitted.unique().tolist() == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_step_over_nan_logits_still_emits_a_token(temperature):
+    emitted, _, accepted, _ = e2.sample_and_verify(
+        torch.full((1, 2, 7), NAN),
+        torch.tensor([[3, 4]]),
+        1,
+        torch.tensor([[5, 6]]),
+        i32([[1, -1]]),
+        i32([[-1, -1]]),
+        1,
+        temperature=temperature,
+    )
+    assert accepted.tolist() == [0] and emitted.tolist() == [[0, -1]]
+
+
+def test_a_draft_token_outside_the_targets_vocabulary_is_never_accepted():
+    _, _, accepted, _ = e2.sample_and_verify(
+        torch.zeros(50, 2, 3),
+        torch.tensor([[3, 4]]).expand(50, -1),
+        1,
+        torch.tensor([[0, 3]]).expand(50, -1),
+        i32([[1, -1]]).expand(50, -1),
+        i32([[-1, -1]]).expand(50, -1),
+        1,
+        temperature=1.0,
+    )
+    assert (accepted == 0).all()
 
 
 def test_accepted_length_is_the_mass_of_the_paths():
@@ -702,6 +777,7 @@ VERIFY = {"target_tokens": ZERO, **LINKS}
     ("function", "base", "change", "error", "message"),
     [
         ("sample_tokens", SAMPLE, {"logits": ZERO}, TypeError, "logits: expected dtype float32"),
+        ("sample_tokens", SAMPLE, {"logits": [[1.0]]}, TypeError, "logits: .* tensor .*got list"),
         ("sample_tokens", SAMPLE, {"logits": torch.zeros(2, 3)}, ValueError, r"\[B, N, V\]"),
         ("sample_tokens", SAMPLE, {"logits": torch.zeros(2, 3, 0)}, ValueError, "V of at least 1"),
         ("sample_tokens", SAMPLE, {"position_ids": i32(ZERO)}, TypeError, "position_ids: .* int64"),

@@ -159,6 +159,7 @@ void extend_draft_tree_out(const Tensor& candidate_parents, const Tensor& draft_
          " with top_k ", top_k, ", got ", words);
   }
   int64_t* next = output<int64_t, 3>(next_draft_mask, "next_draft_mask", {batch, top_k, words});
+  if (next == mask.row(0) && batch > 0) fail("next_draft_mask: expected memory of its own");
   for (int64_t b = 0; b < batch; ++b) {
     int32_t* row = &parents(b);
     int64_t* next_row = next + b * top_k * words;
