@@ -8,7 +8,7 @@ BENCH_ARGS ?=
 TRAIN_ARGS ?=
 
 # what `make cuda` runs: the operators, through the libraries that were built beside a CUDA torch
-OP_TESTS := $(wildcard $(foreach t,packaging tree expand flatten attention verify cache ops opcheck,tests/test_$(t).py))
+OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core expand flatten attention verify cache ops,tests/test_$(t).py))
 
 CPU := .venv
 CUDA := .venv-cuda
