@@ -402,6 +402,29 @@ def test_packing_strided_masks():
     assert torch.equal(e2.unpack_tree_mask(words, 70), e2.unpack_tree_mask(words.contiguous(), 70))
 
 
+# CUDA
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [*SIZES, 600, 6000])
+def test_cuda_equals_the_cpu_bit_for_bit(n):
+    generator = torch.Generator().manual_seed(n)
+    rows = [random_args(2 * n + 5, generator, ties) for ties in (False, True, True)]
+    tokens, scores, parents = (torch.cat(part) for part in zip(*rows, strict=True))
+    scores[2, ::7], parents[2, 3::11] = NAN, 10**6
+    limits = i32([[n, n], [0, 1], [n // 2 + 1, 3]])
+    args = (torch.tensor([1, 2, 3]), i32([5, 6, 7]), tokens, scores, parents)
+    want = OPS.build_tree(*args, n, limits)
+    got = OPS.build_tree(*(a.cuda() for a in args), n, limits.cuda())
+    assert_equal([t.cpu() for t in got], want)
+    hostile = torch.randint(-2, n + 2, (3, n), generator=generator).int()
+    hostile[:, 0] = -1
+    for tree in (want[1], hostile):
+        flat = (tree, i32([n, n // 2, n + 3]), args[1])
+        got = OPS.flatten_tree(*(a.cuda() for a in flat))
+        assert_equal([t.cpu() for t in got], OPS.flatten_tree(*flat))
+
+
 # the contract around them
 
 

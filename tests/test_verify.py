@@ -184,6 +184,8 @@ def test_top_p_takes_a_candidate_only_while_the_mass_before_it_is_below_p():
     # Four equal masses: exactly half is reached after two. The third must not come in.
     assert draws(torch.zeros(4), 500, temperature=1.0, top_p=0.5).unique().tolist() == [0, 1]
     assert draws(torch.zeros(4), 500, temperature=1.0, top_p=0.51).unique().tolist() == [0, 1, 2]
+    ranked = draws(torch.zeros(8), 500, temperature=1.0, top_k=4, top_p=0.5)
+    assert ranked.unique().tolist() == [0, 1]
     wide = draws(torch.zeros(1024), 4000, temperature=1.0, top_p=0.25)
     assert int(wide.max()) < 256 and len(wide.unique()) == 256
 
