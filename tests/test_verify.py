@@ -197,6 +197,12 @@ def test_top_p_counts_the_mass_that_top_k_left():
     assert tokens.unique().tolist() == [0]
 
 
+def test_min_p_keeps_what_just_reaches_it():
+    assert draws(torch.zeros(3), 500, temperature=1.0, min_p=1.0).unique().tolist() == [0, 1, 2]
+    among = draws(torch.zeros(5), 500, temperature=1.0, min_p=1.0, top_k=3)
+    assert among.unique().tolist() == [0, 1, 2]
+
+
 def test_top_k_keeps_the_lowest_ids_among_equals():
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0])
     assert draws(logits, 500, temperature=1.0, top_k=3).unique().tolist() == [1, 2, 3]
