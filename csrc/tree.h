@@ -4,8 +4,8 @@
 //
 // Functions that a thread block runs together take a team: `rank()` of `size()` members, `sync()`
 // (a barrier, and a memory fence between members), `any(flag)` (a sync that says whether a member
-// raised its flag) and an atomic `add(counter, value)` that returns the old value. Members call them
-// in step. The CPU ops run a team of one.
+// raised its flag) and an atomic `add(counter, value)` that returns the old value. Members call
+// them in step. The CPU ops run a team of one.
 #pragma once
 
 #include <cmath>

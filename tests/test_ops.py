@@ -265,3 +265,20 @@ def test_meta_tensors_get_shapes():
     logits = torch.empty(2, 3, 100, device="meta")
     tokens, *_, rows = overload("expand_topk")(logits, torch.empty(2, 3, device="meta"), 4)
     assert tokens.shape == (2, 12) and rows.dtype == torch.int32
+
+
+def test_no_requests_and_no_slots():
+    none, no_ints = torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0, dtype=torch.int32)
+    tokens, *_ = eagle2_kernels.expand_topk(torch.empty(0, 3, 5), torch.empty(0, 3), 2)
+    assert tokens.shape == (0, 6)
+    zero = i32([0, 0])
+    *_, mask = eagle2_kernels.flatten_tree(no_ints, zero, zero)
+    assert mask.shape == (2, 0, 0)
+    assert eagle2_kernels.retrieve_indices(no_ints, zero, 3).shape == (2, 0, 4)
+    logits = torch.empty(2, 0, 5)
+    assert eagle2_kernels.sample_tokens(logits, none, 1, temperature=1.0).shape == (2, 0)
+    emitted, index, length, bonus = eagle2_kernels.sample_and_verify(
+        logits, none, 1, none, no_ints, no_ints, 3
+    )
+    assert (emitted == -1).all() and (index == -1).all()
+    assert length.tolist() == [-1, -1] and bonus.tolist() == [-1, -1]
