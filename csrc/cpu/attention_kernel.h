@@ -142,22 +142,36 @@ inline Vector<double>::type hyperbolic_tangent(Vector<double>::type x) {
   return x;
 }
 
-// Lane sums in one fixed order.
-template <typename A>
-inline A sum_lanes(typename Vector<A>::type x) {
-  A lanes[kLanes<A>];
-  store(lanes, x);
-  for (int half = kLanes<A> / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
-  }
-  return lanes[0];
+// x with lanes i and i ^ Half exchanged.
+template <typename A, int Half, int... I>
+inline typename Vector<A>::type exchange(typename Vector<A>::type x,
+                                         std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, (I ^ Half)...);
+#else
+  return __builtin_shuffle(x, typename Vector<A>::mask{(I ^ Half)...});
+#endif
 }
 
-template <typename A>
+// All lanes combined, pairwise and in one fixed order.
+template <typename A, int Half = kLanes<A> / 2>
+inline A sum_lanes(typename Vector<A>::type x) {
+  if constexpr (Half == 0) {
+    return x[0];
+  } else {
+    return sum_lanes<A, Half / 2>(
+        x + exchange<A, Half>(x, std::make_integer_sequence<int, kLanes<A>>{}));
+  }
+}
+
+template <typename A, int Half = kLanes<A> / 2>
 inline A max_lanes(typename Vector<A>::type x) {
-  A most = x[0];
-  for (int i = 1; i < kLanes<A>; ++i) most = x[i] > most ? x[i] : most;
-  return most;
+  if constexpr (Half == 0) {
+    return x[0];
+  } else {
+    const auto y = exchange<A, Half>(x, std::make_integer_sequence<int, kLanes<A>>{});
+    return max_lanes<A, Half / 2>(x > y ? x : y);
+  }
 }
 
 // One step of a butterfly transpose: lanes with bit `Half` clear come from a, the others from b,
