@@ -24,10 +24,26 @@ import torch
 from torch import Tensor, nn
 
 from .cache import compact_kv
-from .expand import expand_topk, extend_draft_tree
 from .flatten import build_tree
-from .generation import Batch, Generation, Generations, Request, SamplingParams, Stats, check_count
-from .models.draft import DraftCache, grow_level, new_draft_cache, refeed, take_rows
+from .generation import (
+    Batch,
+    Generation,
+    Generations,
+    SamplingParams,
+    Stats,
+    check_count,
+    make_requests,
+    read_prompts,
+)
+from .models.draft import (
+    Candidates,
+    DraftCache,
+    HeadDrafter,
+    grow_candidates,
+    new_draft_cache,
+    refeed,
+    take_rows,
+)
 from .seed import VerifiedTree, eagle2_generate_tree, verify_with_target
 from .tree import DraftTree
 from .verify import sample_and_verify, sample_tokens
@@ -112,14 +128,6 @@ class _State:
     roots: Tensor  # [B] int64
     root_hidden: Tensor | None = None  # [B, 1, H], the head's output at the root's row
     pending: tuple[Tensor, Tensor, Tensor] | None = None
-
-
-class _Candidates(NamedTuple):
-    """All levels' candidates, [B, M] each."""
-
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
 
 
 class EagleDecoder:
@@ -264,6 +272,8 @@ class EagleDecoder:
         """
         config = config or self.config
         batch = self._batch(prompt, config.max_depth + 2, sampling, (), (), False)
+        if not batch.single:
+            raise ValueError(f"prompt: expected one request, got {len(batch)}")
         request = batch.requests[0]
         with self._device_state(batch, config.max_nodes, config) as state:
             self._prefill(batch, state, draft=True)
@@ -289,63 +299,18 @@ class EagleDecoder:
         keep_logits: bool,
         follow_text: bool = False,
     ) -> Batch:
-        check_count("max_new_tokens", max_new_tokens)
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if any(not isinstance(s, str) or not s for s in stops):
-            raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
-        if stops and self.tokenizer is None:
-            raise ValueError("stop: stop strings need a tokenizer, this decoder has none")
-        eos = self.target.eos_token_ids() if eos_token_ids is None else list(eos_token_ids)
-        single, ids = self._token_ids(prompts)
-        table = self.target.max_positions
-        requests = []
-        for i, prompt in enumerate(ids):
-            room = max_new_tokens if table is None else min(max_new_tokens, table - len(prompt))
-            if room < 1:
-                raise ValueError(
-                    f"prompts[{i}]: expected fewer than {table} tokens (the model's position "
-                    f"table), got {len(prompt)}"
-                )
-            requests.append(
-                Request(
-                    prompt=prompt,
-                    wanted=room,
-                    short=room < max_new_tokens,
-                    eos=frozenset(eos),
-                    stops=stops,
-                    tokenizer=self.tokenizer,
-                    follow_text=follow_text or bool(stops),
-                )
-            )
+        eos = self.target.eos_token_ids() if eos_token_ids is None else eos_token_ids
+        single, ids = read_prompts(prompts, self.tokenizer, self.target.vocab_size)
+        requests = make_requests(
+            ids,
+            max_new_tokens=max_new_tokens,
+            max_positions=self.target.max_positions,
+            eos_token_ids=eos,
+            stop=stop,
+            tokenizer=self.tokenizer,
+            follow_text=follow_text,
+        )
         return Batch(requests, single, sampling or SamplingParams(), keep_logits)
-
-    def _token_ids(self, prompts: Any) -> tuple[bool, list[list[int]]]:
-        """Whether one request was given, and every request's ids."""
-        if isinstance(prompts, Tensor):
-            prompts = prompts.tolist()
-        single = isinstance(prompts, str) or _is_ids(prompts)
-        items = [prompts] if single else prompts
-        if not isinstance(items, (list, tuple)) or not items:
-            raise ValueError(
-                f"prompts: expected text, token ids, or a non-empty list of such, got {prompts!r}"
-            )
-        ids = []
-        for i, item in enumerate(items):
-            if isinstance(item, str):
-                if self.tokenizer is None:
-                    raise ValueError(f"prompts[{i}]: text needs a tokenizer, this decoder has none")
-                item = self.tokenizer(item)["input_ids"]
-            elif isinstance(item, Tensor):
-                item = item.tolist()
-            if not _is_ids(item):
-                raise ValueError(f"prompts[{i}]: expected at least one token, got {item!r}")
-            strange = [t for t in item if not 0 <= t < self.target.vocab_size]
-            if strange:
-                raise ValueError(
-                    f"prompts[{i}]: expected ids in [0, {self.target.vocab_size}), got {strange[0]}"
-                )
-            ids.append(list(item))
-        return single, ids
 
     @torch.inference_mode()
     def _tree_steps(self, batch: Batch, config: TreeConfig) -> Iterator[None]:
@@ -450,46 +415,18 @@ class EagleDecoder:
 
     def _draft(
         self, batch: Batch, state: _State, config: TreeConfig
-    ) -> tuple[DraftTree, _Candidates]:
+    ) -> tuple[DraftTree, Candidates]:
         """Grow ``max_depth`` levels from the root's row, then keep the best ``max_nodes`` nodes."""
         start = time.perf_counter()
-        head, k = self.head, config.top_k
-        device, b = self.target.device, len(batch)
         if state.pending is not None:
             state.root_hidden = self._refeed(state, *state.pending)
             state.pending = None
-        hidden = state.root_hidden
-        assert hidden is not None
-        words = max(((config.max_depth - 1) * k + 63) // 64, 1)
-        mask = torch.zeros(b, k, words, dtype=torch.int64, device=device)
-        parents = torch.empty(b, config.num_candidates, dtype=torch.int32, device=device)
-        scores = torch.zeros(b, 1, dtype=torch.float32, device=device)
-        beam = torch.zeros(b, k, dtype=torch.int64, device=device)
-        beam_tokens = beam
-        beam_rows = torch.zeros(b, k, dtype=torch.int32, device=device)
-        levels = []
-        for level in range(config.max_depth):
-            mask = extend_draft_tree(parents, mask, beam, level)
-            if level > 0:
-                hidden = grow_level(
-                    head,
-                    state.draft_cache,
-                    beam_tokens,
-                    take_rows(hidden, beam_rows),
-                    state.prefix_lens,
-                    mask,
-                    level - 1,
-                )
-            tokens, token_scores, beam, beam_tokens, scores, beam_rows = expand_topk(
-                head.logits(hidden), scores, k, head.draft_to_target
-            )
-            levels.append((tokens, token_scores))
-        candidates = _Candidates(
-            torch.cat([tokens for tokens, _ in levels], dim=1),
-            torch.cat([token_scores for _, token_scores in levels], dim=1),
-            parents,
+        assert state.root_hidden is not None
+        drafter = HeadDrafter(self.head, state.draft_cache, state.prefix_lens, state.root_hidden)
+        candidates = grow_candidates(drafter, len(batch), config.top_k, config.max_depth)
+        limits = torch.tensor(
+            batch.limits(config.max_nodes), dtype=torch.int32, device=self.target.device
         )
-        limits = torch.tensor(batch.limits(config.max_nodes), dtype=torch.int32, device=device)
         tree = build_tree(state.roots, state.prefix_lens, *candidates, config.max_nodes, limits)
         batch.spend("draft", start)
         return DraftTree(*tree), candidates
@@ -592,14 +529,6 @@ def _check_pair(target: TargetModel, head: EagleHead) -> None:
             raise ValueError(f"head: expected the target's {name} {expected}, got {got}")
 
 
-def _is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) > 0
-        and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
-    )
-
-
 def _keep_logits(batch: Batch, logits: Tensor, kept: list[list[int]]) -> None:
     for request, rows, tokens in zip(batch.requests, logits, kept, strict=True):
         request.logits.append(rows[: len(tokens)].clone())
@@ -612,7 +541,7 @@ def _pieces(batch: Batch, steps: Iterator[None]) -> Iterator[Any]:
             yield pieces
 
 
-def _list_candidates(tree: DraftTree, drafted: _Candidates, top_k: int) -> list[DraftCandidate]:
+def _list_candidates(tree: DraftTree, drafted: Candidates, top_k: int) -> list[DraftCandidate]:
     """All candidates of request 0; a kept one is the child of its parent's slot with its token."""
     count = int(tree.num_nodes[0])
     slot_of = {

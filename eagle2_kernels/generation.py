@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,6 +270,83 @@ class Request:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop``."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def read_prompts(prompts: Any, tokenizer: Any, vocab_size: int) -> tuple[bool, list[list[int]]]:
+    """Whether one request was given, and every request's token ids.
+
+    A request is text, a list of ids or a 1-D tensor; several are a list of those or a 2-D tensor.
+    Raises ValueError naming the request that is none, empty, or outside the vocabulary.
+    """
+    if isinstance(prompts, Tensor):
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str) or _is_ids(prompts)
+    items = [prompts] if single else prompts
+    if not isinstance(items, (list, tuple)) or not items:
+        raise ValueError(
+            f"prompts: expected text, token ids, or a non-empty list of such, got {prompts!r}"
+        )
+    requests = []
+    for i, item in enumerate(items):
+        if isinstance(item, str):
+            if tokenizer is None:
+                raise ValueError(f"prompts[{i}]: text needs a tokenizer, this decoder has none")
+            item = tokenizer(item)["input_ids"]
+        elif isinstance(item, Tensor):
+            item = item.tolist()
+        if not _is_ids(item):
+            raise ValueError(f"prompts[{i}]: expected at least one token, got {item!r}")
+        strange = [t for t in item if not 0 <= t < vocab_size]
+        if strange:
+            raise ValueError(f"prompts[{i}]: expected ids in [0, {vocab_size}), got {strange[0]}")
+        requests.append(list(item))
+    return single, requests
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(isinstance(t, int) and not isinstance(t, bool) for t in value)
+    )
+
+
+def make_requests(
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    max_positions: int | None,
+    eos_token_ids: Iterable[int],
+    stop: str | Sequence[str],
+    tokenizer: Any,
+    follow_text: bool,
+) -> list[Request]:
+    """Requests whose end is checked for room and sense.
+
+    Prompt and new tokens together fill the position table at most. Raises ValueError naming the
+    argument.
+    """
+    check_count("max_new_tokens", max_new_tokens)
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if any(not isinstance(s, str) or not s for s in stops):
+        raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
+    if stops and tokenizer is None:
+        raise ValueError("stop: stop strings need a tokenizer, this decoder has none")
+    eos = frozenset(eos_token_ids)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        room = max_new_tokens
+        if max_positions is not None:
+            room = min(room, max_positions - len(prompt))
+        if room < 1:
+            raise ValueError(
+                f"prompts[{i}]: expected fewer than {max_positions} tokens (the model's position "
+                f"table), got {len(prompt)}"
+            )
+        short = room < max_new_tokens
+        follow = follow_text or bool(stops)
+        requests.append(Request(prompt, room, short, eos, stops, tokenizer, follow))
+    return requests
 
 
 class Batch:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .expand import expand_topk, extend_draft_tree
 from .flatten import build_tree, flatten_tree
 from .generation import SamplingParams, check_count
-from .models.draft import grow_level, new_draft_cache, refeed, take_rows
+from .models.draft import Drafter, HeadDrafter, grow_candidates, new_draft_cache, refeed
 from .tree import DraftTree
 from .verify import sample_and_verify
 
@@ -93,43 +92,21 @@ def eagle2_generate_tree(
             f"hidden_states: expected [{b}, {length}, H] (one per token before the root), "
             f"got {tuple(hidden_states.shape)}"
         )
-    device = token_ids.device
-    token_ids = token_ids.long()
     from .models.heads import EagleHead
 
-    drafter: _HeadDrafter | _CallableDrafter
+    token_ids = token_ids.long()
+    prefix_lens = torch.full((b,), length, dtype=torch.int32, device=token_ids.device)
+    drafter: Drafter
     if isinstance(draft_model, EagleHead):
-        drafter = _HeadDrafter(draft_model, length + max_depth * top_k)
+        cache = new_draft_cache(draft_model, b, length + max_depth * top_k)
+        nothing = torch.zeros_like(prefix_lens)
+        shifted = token_ids[:, 1:].contiguous()
+        hidden = refeed(draft_model, cache, shifted, hidden_states, nothing, prefix_lens)
+        drafter = HeadDrafter(draft_model, cache, prefix_lens, hidden[:, -1:])
     else:
-        drafter = _CallableDrafter(draft_model)
-    words = max(((max_depth - 1) * top_k + 63) // 64, 1)
-    mask = torch.zeros(b, top_k, words, dtype=torch.int64, device=device)
-    num_candidates = top_k + (max_depth - 1) * top_k**2
-    parents = torch.empty(b, num_candidates, dtype=torch.int32, device=device)
-    scores = torch.zeros(b, 1, dtype=torch.float32, device=device)
-    beam = torch.zeros(b, top_k, dtype=torch.int64, device=device)
-    beam_tokens = beam
-    beam_rows = torch.zeros(b, top_k, dtype=torch.int32, device=device)
-    levels = []
-    for level in range(max_depth):
-        mask = extend_draft_tree(parents, mask, beam, level)
-        if level == 0:
-            logits = drafter.root(hidden_states, token_ids)
-        else:
-            logits = drafter.level(beam_tokens, beam_rows, mask, level - 1)
-        tokens, token_scores, beam, beam_tokens, scores, beam_rows = expand_topk(
-            logits, scores, top_k, drafter.draft_to_target
-        )
-        levels.append((tokens, token_scores))
-    prefix_lens = torch.full((b,), length, dtype=torch.int32, device=device)
-    tree = build_tree(
-        token_ids[:, -1].contiguous(),
-        prefix_lens,
-        torch.cat([tokens for tokens, _ in levels], dim=1),
-        torch.cat([token_scores for _, token_scores in levels], dim=1),
-        parents,
-        max_nodes,
-    )
+        drafter = _CallableDrafter(draft_model, hidden_states, token_ids)
+    candidates = grow_candidates(drafter, b, top_k, max_depth)
+    tree = build_tree(token_ids[:, -1].contiguous(), prefix_lens, *candidates, max_nodes)
     return DraftTree(*tree[:9], prefix_ids=token_ids[:, :-1])
 
 
@@ -205,46 +182,21 @@ def verify_with_target(
     )
 
 
-class _HeadDrafter:
-    """An `EagleHead` with a cache for this one tree."""
-
-    def __init__(self, head: EagleHead, capacity: int) -> None:
-        self.head, self.capacity = head, capacity
-        self.draft_to_target = head.draft_to_target
-
-    def root(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
-        b, length = hidden_states.shape[:2]
-        self.cache = new_draft_cache(self.head, b, self.capacity)
-        self.lens = torch.full((b,), length, dtype=torch.int32, device=token_ids.device)
-        nothing = torch.zeros_like(self.lens)
-        shifted = token_ids[:, 1:].contiguous()
-        hidden = refeed(self.head, self.cache, shifted, hidden_states, nothing, self.lens)
-        self.hidden = hidden[:, -1:]
-        return self.head.logits(self.hidden)
-
-    def level(self, tokens: Tensor, rows: Tensor, mask: Tensor, level: int) -> Tensor:
-        parents = take_rows(self.hidden, rows)
-        self.hidden = grow_level(self.head, self.cache, tokens, parents, self.lens, mask, level)
-        return self.head.logits(self.hidden)
-
-
 class _CallableDrafter:
     """A callable without a cache: every node's whole history goes through it."""
 
-    draft_to_target = None
-
-    def __init__(self, model: DraftCallable) -> None:
+    def __init__(self, model: DraftCallable, hidden_states: Tensor, token_ids: Tensor) -> None:
+        self.draft_to_target: Tensor | None = None
         self.model = model
-
-    def root(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
-        self.batch = token_ids.shape[0]
-        # [B, P, ...]: P nodes of the level, one row of history each.
+        # [B, P, ...]: one row of history for each of the level's P nodes.
         self.history = hidden_states[:, None]
         self.tokens = token_ids[:, None]
+
+    def root(self) -> Tensor:
         return self._run()
 
     def level(self, tokens: Tensor, rows: Tensor, mask: Tensor, level: int) -> Tensor:
-        batch = torch.arange(self.batch, device=tokens.device)[:, None]
+        batch = torch.arange(len(tokens), device=tokens.device)[:, None]
         rows = rows.long()
         history = torch.cat([self.history, self.last[:, :, None].to(self.history.dtype)], dim=2)
         self.history = history[batch, rows]

@@ -13,7 +13,7 @@ from eagle2_kernels import EagleDecoder, EagleHead, SamplingParams, TreeConfig
 pytest.importorskip("transformers")
 from eagle2_kernels import demo
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 QUESTION = "Write one paragraph about why the sea is salty."
 
 

@@ -1,4 +1,4 @@
-"""The draft head at decode time: its K/V cache, the re-feed of true features, the tree's levels.
+"""The draft at decode time: the head's K/V cache, the re-feed of true features, the tree's levels.
 
 Feature f_i of the target pairs with token t_{i+1}; the pair's row sits at draft position i. With L
 committed tokens before the root, the draft prefix is the L pairs ending in (f_{L-1}, root), and
@@ -8,15 +8,80 @@ beam entry j of tree level i is a row of its own at position L + i, in slot L + 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..attention import tree_attention
 from ..cache import write_kv
+from ..expand import expand_topk, extend_draft_tree
 from .heads import EagleHead
 
-__all__ = ["DraftCache", "grow_level", "new_draft_cache", "refeed", "take_rows"]
+__all__ = [
+    "Candidates",
+    "DraftCache",
+    "Drafter",
+    "HeadDrafter",
+    "grow_candidates",
+    "new_draft_cache",
+    "refeed",
+    "take_rows",
+]
+
+
+class Candidates(NamedTuple):
+    """All levels' drafted tokens, [B, M] each: what `build_tree` chooses from."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+
+
+class Drafter(Protocol):
+    """What `grow_candidates` asks for logits, [B, P, V], level by level."""
+
+    draft_to_target: Tensor | None
+
+    def root(self) -> Tensor:
+        """Logits [B, 1, V] behind the root."""
+
+    def level(self, tokens: Tensor, rows: Tensor, mask: Tensor, level: int) -> Tensor:
+        """Logits [B, K, V] behind one level's beam.
+
+        tokens [B, K] int64; rows [B, K] int32, each entry's parent among the last call's rows; mask
+        [B, K, W] int64 words over draft tree slots. Levels count from 0.
+        """
+
+
+def grow_candidates(drafter: Drafter, batch: int, top_k: int, max_depth: int) -> Candidates:
+    """Draft ``max_depth`` levels: each expands the level above's ``top_k`` best nodes.
+
+    ::
+
+        score(child) = score(parent) + log_softmax(logits at parent)[child]
+    """
+    logits = drafter.root()
+    device = logits.device
+    words = max(((max_depth - 1) * top_k + 63) // 64, 1)
+    mask = torch.zeros(batch, top_k, words, dtype=torch.int64, device=device)
+    count = top_k + (max_depth - 1) * top_k**2
+    parents = torch.empty(batch, count, dtype=torch.int32, device=device)
+    scores = torch.zeros(batch, 1, dtype=torch.float32, device=device)
+    beam = torch.zeros(batch, top_k, dtype=torch.int64, device=device)
+    beam_tokens = beam
+    rows = torch.zeros(batch, top_k, dtype=torch.int32, device=device)
+    all_tokens, all_scores = [], []
+    for level in range(max_depth):
+        mask = extend_draft_tree(parents, mask, beam, level)
+        if level > 0:
+            logits = drafter.level(beam_tokens, rows, mask, level - 1)
+        tokens, token_scores, beam, beam_tokens, scores, rows = expand_topk(
+            logits, scores, top_k, drafter.draft_to_target
+        )
+        all_tokens.append(tokens)
+        all_scores.append(token_scores)
+    return Candidates(torch.cat(all_tokens, dim=1), torch.cat(all_scores, dim=1), parents)
 
 
 @dataclass
@@ -62,30 +127,36 @@ def refeed(
     return head.finish(x, tree_attention(q, cache.k, cache.v, prefix_lens))
 
 
-def grow_level(
-    head: EagleHead,
-    cache: DraftCache,
-    token_ids: Tensor,
-    features: Tensor,
-    prefix_lens: Tensor,
-    draft_mask: Tensor,
-    level: int,
-) -> Tensor:
-    """Run the head on one level's beam; its K/V go to draft tree slots level*K .. level*K + K - 1.
+class HeadDrafter:
+    """An `EagleHead` as drafter: ``hidden`` [B, 1, H] is its output at the root's row.
 
-    token_ids [B, K] int64, features [B, K, H] (the parents' own outputs), prefix_lens [B] int32
-    (rows before the tree, root included), draft_mask [B, K, W] int64 (bit s of row j: draft tree
-    slot s is entry j or an ancestor) -> the head's features [B, K, H]. Levels count from 0.
+    ``prefix_lens`` [B] int32 counts the rows in the cache, the root's included; the tree's rows go
+    behind them, and the next re-feed overwrites them.
     """
-    k_beam = token_ids.shape[1]
-    tree_len = (level + 1) * k_beam
-    x = head.inputs(token_ids, features)
-    q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])
-    write_kv(cache.k, cache.v, k, v, prefix_lens + level * k_beam)
-    words = draft_mask[..., : (tree_len + 63) // 64]
-    return head.finish(
-        x, tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
-    )
+
+    def __init__(
+        self, head: EagleHead, cache: DraftCache, prefix_lens: Tensor, hidden: Tensor
+    ) -> None:
+        self.draft_to_target = head.draft_to_target
+        self._head, self._cache = head, cache
+        self._prefix_lens, self._hidden = prefix_lens, hidden
+
+    def root(self) -> Tensor:
+        """Logits [B, 1, V] behind the root."""
+        return self._head.logits(self._hidden)
+
+    def level(self, tokens: Tensor, rows: Tensor, mask: Tensor, level: int) -> Tensor:
+        """Logits [B, K, V] behind one level's beam; see `Drafter`."""
+        head, cache, prefix_lens = self._head, self._cache, self._prefix_lens
+        top_k = tokens.shape[1]
+        tree_len = (level + 1) * top_k
+        x = head.inputs(tokens, take_rows(self._hidden, rows))
+        q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])
+        write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)
+        words = mask[..., : (tree_len + 63) // 64]
+        attn = tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
+        self._hidden = head.finish(x, attn)
+        return head.logits(self._hidden)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
