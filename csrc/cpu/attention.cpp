@@ -30,10 +30,9 @@ class Arena {
  public:
   ~Arena() {
     Memory& memory = thread_memory();
-    if (memory.blocks.size() > 1) {
+    if (memory.blocks.size() > 1 || memory.size > kKept) {
       memory.blocks.clear();
-      memory.blocks.push_back(allocate(taken_));
-      memory.size = taken_;
+      memory.wish = std::min(taken_, kKept);
     }
   }
 
@@ -42,7 +41,7 @@ class Arena {
     Memory& memory = thread_memory();
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
     if (memory.blocks.empty() || used_ + bytes > memory.size) {
-      memory.size = std::max<size_t>(bytes, 1 << 18);
+      memory.size = std::max(bytes, memory.wish);
       memory.blocks.push_back(allocate(memory.size));
       used_ = 0;
     }
@@ -54,13 +53,15 @@ class Arena {
 
  private:
   static constexpr size_t kAlign = 64;
+  static constexpr size_t kKept = 16 << 20;  // bytes a thread holds on to
   struct Free {
     void operator()(char* p) const { std::free(p); }
   };
   using Block = std::unique_ptr<char, Free>;
   struct Memory {
     std::vector<Block> blocks;
-    size_t size = 0;  // of the last block
+    size_t size = 0;          // of the last block
+    size_t wish = 256 << 10;  // of the next one
   };
   static Memory& thread_memory() {
     static thread_local Memory memory;
