@@ -1,5 +1,6 @@
 """The loop: a tree changes how fast tokens come, never which; everything ends where it should."""
 
+import os
 import random
 
 import pytest
@@ -150,6 +151,20 @@ def test_sampling_follows_the_targets_distribution(decoder):
     )
     seen = torch.bincount(torch.tensor(sampled.token_ids).flatten(), minlength=61) / count
     assert float((seen - expected).abs().sum()) / 2 < 0.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_exact_ties_go_to_the_lowest_id(dtype):
+    """Field failure: at a tie of the two best logits tree and plain went different ways."""
+    model = tiny_model(dtype=dtype, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[30:60] = model.lm_head.weight[:30]
+    decoder = EagleDecoder(model, tiny_head(model))
+    settings = {"max_new_tokens": 20, "eos_token_ids": ()}
+    tree = decoder.generate(PROMPTS, **settings)
+    assert all(token < 30 or token == 60 for row in tree.token_ids for token in row)
+    if dtype == torch.float64:
+        assert tree.token_ids == decoder.generate_plain(PROMPTS, **settings).token_ids
 
 
 def test_padded_rows_change_nothing_in_float64(decoder):
@@ -616,6 +631,8 @@ def test_a_draft_step_shows_all_candidates(copycat):
 
 @pytest.mark.parametrize("plain", [False, True], ids=["tree", "plain"])
 def test_a_step_reads_the_device_once(copycat, monkeypatch, plain):
+    if ek.ops.backend() == "reference" or os.environ.get("EAGLE2_VALIDATE", "0") != "0":
+        pytest.skip("the oracle and full validation read what they like")
     reads = []
     for name in ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
         original = getattr(torch.Tensor, name)
