@@ -14,6 +14,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -365,14 +366,10 @@ _implementations: list[torch.library.Library] = []
 
 
 def _reference_out(op: Op) -> Callable[..., None]:
-    assert op.reference is not None
-
     def run(*args, **kwargs) -> None:
         outs = [kwargs.pop(name) for name in op.outs]
-        results = op.reference(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(results, Tensor):
-            results = (results,)
-        for out, result in zip(outs, results, strict=True):  # type: ignore[call-overload]
+        results: Any = op.reference(*args, **kwargs)  # type: ignore[misc]
+        for out, result in zip(outs, [results] if len(outs) == 1 else results, strict=True):
             out.copy_(result)
 
     return run

@@ -159,7 +159,7 @@ def build_tree(
 
 def _ancestors(parents: list[int], count: int, slot: int) -> list[int] | None:
     """Slots from ``slot`` up to the root, or None when the walk does not reach slot 0."""
-    walk = []
+    walk: list[int] = []
     while 0 <= slot < count and len(walk) < count:
         walk.append(slot)
         if slot == 0:
@@ -525,8 +525,8 @@ def _sample_row(
         return int((x == x.max()).int().argmax())
     ranked, order = torch.sort(x, descending=True, stable=True)
     # Taking the maximum away first keeps tiny temperatures from overflowing.
-    temperature = torch.tensor(temperature, dtype=torch.float32).to(x.dtype)
-    processed = (ranked - ranked[0]) / temperature
+    divisor = torch.tensor(temperature, dtype=torch.float32).to(x.dtype)
+    processed = (ranked - ranked[0]) / divisor
     keep = ranked > NEG_INF
     if top_k > 0:
         keep &= torch.arange(len(ranked)) < top_k

@@ -179,7 +179,8 @@ class EagleHead(nn.Module):
         # Module.to(bfloat16) would round the rotation frequencies: they stay float32.
         super()._apply(fn, recurse)
         c = self.config
-        self.inv_freq = _inverse_frequencies(c.head_dim, c.rope_theta, self.inv_freq.device)
+        device = self.fc.weight.device
+        self.inv_freq = _inverse_frequencies(c.head_dim, c.rope_theta, device)
         return self
 
     @classmethod

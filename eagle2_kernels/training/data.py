@@ -90,7 +90,8 @@ def split(
     if held_out >= len(ranked):
         raise ValueError(f"held_out: expected fewer than {len(ranked)}, got {held_out}")
     validation = [conversations[i] for i in ranked[:held_out]]
-    training, total = [], 0
+    training: list[Conversation] = []
+    total = 0
     for i in ranked[held_out:]:
         if max_tokens is not None and training and total + len(conversations[i]) > max_tokens:
             break
@@ -202,7 +203,8 @@ class FeatureCache:
         self.done.flush()
 
 
-def _memmap(path: Path, shape: tuple[int, ...], dtype: type) -> np.memmap:
+def _memmap(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    mode = "r+" if path.is_file() and path.stat().st_size == size else "w+"
-    return np.memmap(path, dtype=dtype, mode=mode, shape=shape)
+    if path.is_file() and path.stat().st_size == size:
+        return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+    return np.memmap(path, dtype=dtype, mode="w+", shape=shape)
