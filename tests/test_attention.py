@@ -401,6 +401,13 @@ def test_row_is_independent_of_layout_batch_and_threads(dtype):
         assert same(
             AttentionInputs(wide_q, k, v, inputs.prefix_lens, inputs.tree_mask, inputs.kwargs)
         )
+    # Other rows' queries are NaN.
+    queries = inputs.q.clone()
+    queries[:, ::2] = float("nan")
+    changed = AttentionInputs(**(vars(inputs) | {"q": queries}))
+    got, got_lse = attend(changed)
+    assert same_bits(got[:, 1::2], out[:, 1::2]) and same_bits(got_lse[:, 1::2], lse[:, 1::2])
+    assert got[:, ::2].isnan().all()
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3, 5):

@@ -3,8 +3,7 @@
 // include guard, no includes.
 //
 // One task is (request, KV head, range of nodes). Its rows are node-major, then the query heads of
-// the group. Keys are taken in position order and in chunks that sit at fixed positions, [c *
-// chunk, (c + 1) * chunk):
+// the group. Keys are taken in position order; chunk c holds positions c * chunk and following:
 //
 //     prefix                                   | own path
 //     [ chunk 0 ][ chunk 1 ] ... [ chunk c ....|.........][ chunk c + 1 ]
@@ -95,8 +94,8 @@ inline void store(A* p, typename Vector<A>::type x) {
 
 // 2^x for x <= 0. Below the smallest normal number the result is 0; NaN stays NaN.
 inline F32 exp2_nonpositive(F32 x) {
-  constexpr float kMagic =
-      12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
+  constexpr float kMagic = 12582912.0f;
   const F32 shifted = x + kMagic;
   const F32 n = shifted - kMagic;
   const F32 r = x - n;  // in [-1/2, 1/2], exact
@@ -456,6 +455,7 @@ struct NodeView {
   int64_t path, path_count;  // range in the task's list of slots
 };
 
+// Word `word` of a mask row without the bits from `slots` on; false behind the last word.
 inline bool mask_word(const AttentionParams& p, int64_t request, int64_t node, int64_t word,
                       int64_t slots, uint64_t* bits) {
   const int64_t first = word * 64;
@@ -520,6 +520,37 @@ inline void append_path(const AttentionParams& p, int64_t request, int64_t node,
   }
 }
 
+// What node `node` sees, its path appended to `list`. `slots` of the tree have a place in the
+// cache.
+inline NodeView view_node(const AttentionParams& p, int64_t request, int64_t node, int64_t prefix,
+                          int64_t slots, bool chain, const std::vector<int32_t>& depths,
+                          std::vector<int32_t>& list, std::vector<int32_t>& rest) {
+  const int64_t slot = p.tree_len - p.nodes + node;
+  NodeView see = {0, prefix, static_cast<int64_t>(list.size()), 0};
+  if (p.tree_len > 0 && chain) {
+    see.end = prefix + std::min(slot + 1, slots);
+    if (p.window > 0) see.begin = std::max<int64_t>(0, prefix + slot - p.window + 1);
+  } else if (p.tree_len > 0) {
+    if (p.mask != nullptr) {
+      append_path(p, request, node, slots, depths, list, rest);
+    } else {
+      for (int64_t j = 0; j <= slot && j < slots; ++j) list.push_back(static_cast<int32_t>(j));
+    }
+    see.path_count = static_cast<int64_t>(list.size()) - see.path;
+    if (p.window > 0) {
+      const int32_t* depth = p.depths + request * p.depths_stride[0];
+      const int64_t own = depth[slot * p.depths_stride[1]];
+      see.begin = std::clamp<int64_t>(prefix + own - p.window + 1, 0, prefix);
+      for (int64_t i = see.path; i < see.path + see.path_count; ++i) {
+        if (own - depth[list[i] * p.depths_stride[1]] >= p.window) list[i] = ~list[i];
+      }
+    }
+    if (see.path_count == 0) see.end = 0;  // a padding row does not see the prefix either
+  }
+  if (see.begin >= see.end) see.begin = see.end = 0;
+  return see;
+}
+
 // The rows of cache positions [first, first + count) of one KV head. Positions without a place in
 // the cache point to `zero`, a row of zeros: a wrong length or page id gives a wrong result, never
 // a wild read.
@@ -543,10 +574,45 @@ void cache_rows(const AttentionParams& p, const void* cache, const int64_t* stri
   }
 }
 
+// Rows whose running softmax is kept while the keys go by once.
 constexpr int64_t kTileRows = 256;
 
 // Logits are kept in units of log2, which saves the exponential a multiplication.
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
+// The sink joins the softmax, then the row is normalised and stored.
+template <typename T, typename A>
+void store_row(const AttentionParams& p, int64_t request, int64_t node, int64_t head, A peak,
+               A total, const A* sum) {
+  const bool empty = total == 0;
+  A weight = 1;
+  if (p.sinks != nullptr) {
+    const A sink = static_cast<A>(p.sinks[head] * kLog2E);
+    if (empty) {
+      peak = sink;
+      total = 1;
+    } else if (sink > peak) {
+      weight = exp2_nonpositive_scalar<A>(peak - sink);
+      total = 1 + total * weight;
+      peak = sink;
+    } else {
+      total = total + exp2_nonpositive_scalar<A>(sink - peak);
+    }
+  }
+  T* to = static_cast<T*>(p.out) + request * p.out_stride[0] + node * p.out_stride[1] +
+          head * p.out_stride[2];
+  if (empty) {
+    std::fill(to, to + p.head_dim, static_cast<T>(0.0f));
+  } else {
+    const A share = weight / total;
+    for (int64_t d = 0; d < p.head_dim; ++d) to[d] = static_cast<T>(sum[d] * share);
+  }
+  if (p.lse == nullptr) return;
+  const bool nothing = empty && p.sinks == nullptr;
+  p.lse[request * p.lse_stride[0] + node * p.lse_stride[1] + head * p.lse_stride[2]] =
+      nothing ? -std::numeric_limits<float>::infinity()
+              : static_cast<float>((peak + std::log2(total)) * static_cast<A>(kLn2));
+}
 
 template <typename T, typename A>
 void attend(const AttentionParams& p, int64_t task) {
@@ -565,7 +631,6 @@ void attend(const AttentionParams& p, int64_t task) {
   const int64_t prefix =
       std::clamp<int64_t>(p.prefix_lens[request * p.prefix_stride], 0, p.capacity);
   const int64_t slots = std::min(p.tree_len, p.capacity - prefix);
-  const int64_t first_slot = p.tree_len - p.nodes;
   // A chain whose positions are its slots needs no path: it is more prefix, with an end per row.
   const bool chain = p.mask == nullptr && (p.window == 0 || p.depths == nullptr);
 
@@ -610,34 +675,11 @@ void attend(const AttentionParams& p, int64_t task) {
     const int64_t nodes = std::min(tile_nodes, node_end - tile);
     const int64_t rows = nodes * group;
 
-    // What each node sees.
     paths.clear();
     int64_t first_key = INT64_MAX, shared_end = 0, last_key = 0;
     for (int64_t n = 0; n < nodes; ++n) {
-      const int64_t node = tile + n, slot = first_slot + node;
-      NodeView& see = view[n];
-      see = {0, prefix, static_cast<int64_t>(paths.size()), 0};
-      if (p.tree_len > 0 && chain) {
-        see.end = prefix + std::min(slot + 1, slots);
-        if (p.window > 0) see.begin = std::max<int64_t>(0, prefix + slot - p.window + 1);
-      } else if (p.tree_len > 0) {
-        if (p.mask != nullptr) {
-          append_path(p, request, node, slots, depths, paths, rest);
-        } else {
-          for (int64_t j = 0; j <= slot && j < slots; ++j) paths.push_back(j);
-        }
-        see.path_count = static_cast<int64_t>(paths.size()) - see.path;
-        if (p.window > 0) {
-          const int32_t* depth = p.depths + request * p.depths_stride[0];
-          const int64_t own = depth[slot * p.depths_stride[1]];
-          see.begin = std::clamp<int64_t>(prefix + own - p.window + 1, 0, prefix);
-          for (int64_t i = see.path; i < see.path + see.path_count; ++i) {
-            if (own - depth[paths[i] * p.depths_stride[1]] >= p.window) paths[i] = ~paths[i];
-          }
-        }
-        if (see.path_count == 0) see.end = see.begin = 0;  // a padding row sees nothing
-      }
-      if (see.begin >= see.end) see.begin = see.end = 0;
+      view[n] = view_node(p, request, tile + n, prefix, slots, chain, depths, paths, rest);
+      const NodeView& see = view[n];
       if (see.end > 0) first_key = std::min(first_key, see.begin);
       if (see.path_count > 0) first_key = std::min(first_key, prefix);
       shared_end = std::max(shared_end, see.end);
@@ -765,9 +807,13 @@ void attend(const AttentionParams& p, int64_t task) {
         for (int r = 0; r < count;) {
           const int64_t n = node_of[r0 + r], length = path_end[r] - path_begin[r];
           const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+          if (length <= 0) {
+            r += same;
+            continue;
+          }
           const int32_t* path = paths.data() + view[n].path + (start + path_begin[r] - prefix);
           const A* weights = scores + r * scores_pitch + path_begin[r];
-          if (length > 0 && n != valued_node) {
+          if (n != valued_node) {
             for (int64_t j = 0; j < length; ++j) {
               if (path[j] < 0) continue;
               path_v[j] = v_slots[path[j]];
@@ -796,39 +842,9 @@ void attend(const AttentionParams& p, int64_t task) {
       }
     }
 
-    // Normalise and store.
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t node = tile + r / group, head = kv_head * group + r % group;
-      A most = row_peak[r], total = row_total[r], weight = 1;
-      const bool empty = total == 0;
-      if (p.sinks != nullptr) {
-        const A sink = static_cast<A>(p.sinks[head] * kLog2E);
-        if (empty) {
-          most = sink;
-          total = 1;
-        } else if (sink > most) {
-          weight = exp2_nonpositive_scalar<A>(most - sink);
-          total = 1 + total * weight;
-          most = sink;
-        } else {
-          total = total + exp2_nonpositive_scalar<A>(sink - most);
-        }
-      }
-      T* to = static_cast<T*>(p.out) + request * p.out_stride[0] + node * p.out_stride[1] +
-              head * p.out_stride[2];
-      if (empty) {
-        std::fill(to, to + dim, static_cast<T>(0.0f));
-      } else {
-        const A share = weight / total;
-        const A* from = row_sum + r * row_pitch;
-        for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<T>(from[d] * share);
-      }
-      if (p.lse != nullptr) {
-        const bool nothing = empty && p.sinks == nullptr;
-        p.lse[request * p.lse_stride[0] + node * p.lse_stride[1] + head * p.lse_stride[2]] =
-            nothing ? -std::numeric_limits<float>::infinity()
-                    : static_cast<float>((most + std::log2(total)) * static_cast<A>(kLn2));
-      }
+      store_row<T, A>(p, request, tile + node_of[r], kv_head * group + r % group, row_peak[r],
+                      row_total[r], row_sum + r * row_pitch);
     }
   }
 }
