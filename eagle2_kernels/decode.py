@@ -135,7 +135,7 @@ class EagleDecoder:
 
     Args:
         target: a `TargetModel`, or a transformers causal LM to make one of.
-        head: the draft head; bound to the target if it is not bound yet.
+        head: the draft head; it is bound to the target's embedding and lm_head here.
         tokenizer: needed for prompts given as text, for text in results, and for stop strings.
         config: shape of the draft tree.
 
@@ -155,8 +155,8 @@ class EagleDecoder:
         self.tokenizer = tokenizer
         self.config = TreeConfig() if config is None else config
         _check_pair(self.target, head)
-        if head.embed_weight is None or head.lm_head_weight is None:
-            head.bind(self.target.hf_model)
+        # Again if it was bound: to these weights, in their present dtype and place.
+        head.bind(self.target.hf_model)
         # The caches of the last call, taken by the next one that fits into them.
         self._idle: tuple[SlotCache, DraftCache] | None = None
 
