@@ -5,10 +5,13 @@ to the tree's row count, or to the smallest one from which this machine's linear
 the same bits; then attention by rows in path order leaves nothing that could differ.
 """
 
+import random
+
 import pytest
 import torch
 
 from eagle2_kernels import EagleDecoder, EagleHead, SamplingParams, TreeConfig
+from eagle2_kernels.generation import TextStream, decode_text
 
 pytest.importorskip("transformers")
 from eagle2_kernels import demo
@@ -116,6 +119,20 @@ def test_plain_is_what_hugging_face_generates(tokenizer, prompt):
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
     )
     assert out[0, len(prompt) :].tolist() == plain.token_ids
+
+
+def test_pieces_of_text_join_to_the_text(tokenizer):
+    """Characters of several tokens, broken bytes, words with a space before them."""
+    rng = random.Random(0)
+    for trial in range(60):
+        if trial % 2:
+            ids = [rng.randrange(20, 300 if trial % 3 else 49152) for _ in range(20)]
+        else:
+            text = "".join(rng.choice("aé世🙂 \n日 ñ👩‍👧ß") for _ in range(20))
+            ids = tokenizer(text)["input_ids"]
+        stream = TextStream(tokenizer)
+        pieces = [stream.push([i]) for i in ids]
+        assert "".join(pieces) + stream.flush() == decode_text(tokenizer, ids)
 
 
 def test_streamed_text_is_the_text(bf16, prompt):
