@@ -17,7 +17,7 @@ from eagle2_kernels.training.data import (
     split,
     target_features,
 )
-from eagle2_kernels.training.evaluate import TreeShape, accepted_at, walk
+from eagle2_kernels.training.evaluate import TreeShape, accept_length, accepted_at, walk
 from eagle2_kernels.training.trainer import loss_rows, ridge_start, soft_cross_entropy
 
 transformers = pytest.importorskip("transformers")
@@ -213,6 +213,9 @@ def test_tree_estimate_equals_a_tree_grown_node_by_node(target, conversations):
     ]
     assert got == expected
     assert max(got) >= 2 and min(got) == 0
+    emitted, forwards = walk(torch.tensor(got))
+    text = [Conversation(text[:first], text[first:])]
+    assert accept_length(head, target, text, shape) == emitted / forwards
 
 
 @torch.no_grad()

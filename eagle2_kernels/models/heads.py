@@ -269,6 +269,8 @@ class EagleHead(nn.Module):
             tensors["draft_to_target"] = self.draft_to_target.to("cpu", torch.int32)
         tensors = {k: v.contiguous() for k, v in tensors.items()}
         save_file(tensors, path / _WEIGHTS, metadata={"format": "pt"})
+        # safetensors makes its file private to the user.
+        (path / _WEIGHTS).chmod(0o644)
         text = json.dumps(asdict(self.config), indent=2, sort_keys=True)
         (path / _CONFIG).write_text(text + "\n")
 

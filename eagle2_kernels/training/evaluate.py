@@ -6,15 +6,17 @@ forced: the text is what the target wrote greedily). It steers training and chec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle2_kernels.models.heads import EagleHead
+from eagle2_kernels.training.data import Conversation, target_features
 
-__all__ = ["TreeShape", "accepted_at", "walk"]
+__all__ = ["TreeShape", "accept_length", "accepted_at", "walk"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,19 @@ class TreeShape:
     max_nodes: int = 16
     top_k: int = 4
     max_depth: int = 4
+
+
+def accept_length(
+    head: EagleHead, target: nn.Module, texts: Sequence[Conversation], shape: TreeShape
+) -> float:
+    """Tokens emitted after the first per target forward, over texts the target wrote greedily."""
+    tokens = forwards = 0
+    for c in texts:
+        ids = torch.tensor(c.tokens, device=target.get_input_embeddings().weight.device)
+        features = target_features(target, ids[None])[0]
+        emitted, used = walk(accepted_at(head, ids, features, len(c.prompt), shape))
+        tokens, forwards = tokens + emitted, forwards + used
+    return tokens / max(forwards, 1)
 
 
 @torch.no_grad()

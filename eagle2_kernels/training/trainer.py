@@ -50,23 +50,24 @@ class TrainConfig:
     """Continue from the work directory's checkpoint; otherwise a run in it is an error."""
     draft_vocab_size: int = 8192
     """Most frequent response ids the head may propose; 0 keeps the whole vocabulary."""
-    max_tokens: int | None = 1_100_000
-    """Training tokens used at most, greedy conversations first; None for all."""
+    max_tokens: int | None = 900_000
+    """Training tokens used at most, greedy conversations first; None for all. May grow on resume:
+    the features of new text are the costly part, so a run can start on little of it."""
     held_out: int = 48
     """Greedy conversations kept for validation."""
-    steps: int = 3000
+    steps: int = 1850
     """Optimizer steps in all."""
     batch_size: int = 8
     """Conversations a step."""
     unroll: int = 2
     """Draft levels trained: 1 from true features only, more from the head's own."""
-    unroll_from: int = 0
-    """First step with more than one level."""
+    unroll_from: int = 500
+    """First step with more than one level: one level learns faster at first."""
     unroll_weight: float = 0.8
     """Loss weight of each level relative to the one before."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 4e-4
     """Peak rate of AdamW: linear warmup, flat, then linear decay to a fiftieth."""
-    warmup_steps: int = 60
+    warmup_steps: int = 30
     """Steps of linear warmup."""
     decay_fraction: float = 0.4
     """Last part of the run in which the rate decays. The flat middle lets a run be lengthened."""
@@ -82,7 +83,7 @@ class TrainConfig:
     """Tokens of the closed-form start; 0 starts from random weights."""
     ridge_lambda: float = 1e-2
     """Ridge penalty, relative to each input's sum of squares."""
-    eval_every: int = 300
+    eval_every: int = 400
     """Steps between validations (and one at the end)."""
     checkpoint_minutes: float = 3.0
     """Minutes between checkpoints; one is also written at the end."""
@@ -221,7 +222,9 @@ class Trainer:
         self.training, self.validation = split(conversations, c.held_out, c.max_tokens, c.seed)
         vocab = None
         if c.draft_vocab_size:
-            vocab = draft_vocabulary(self.training, c.draft_vocab_size, eos_ids)
+            # Counted over all text but the held-out: counting is free, features are not.
+            everything, _ = split(conversations, c.held_out, None, c.seed)
+            vocab = draft_vocabulary(everything, c.draft_vocab_size, eos_ids)
         # Master weights in float32; the forward runs in bfloat16 under autocast.
         self.head = EagleHead.from_target(target, vocab, dtype=torch.float32, seed=c.seed)
         self.device = target.get_input_embeddings().weight.device
@@ -415,8 +418,10 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         # What decides the data order may not change in mid-run.
-        fixed = ("seed", "batch_size", "held_out", "max_tokens", "draft_vocab_size")
+        fixed = ["seed", "batch_size", "held_out", "draft_vocab_size"]
         then, now = state["config"], asdict(self.config)
+        if (now["max_tokens"] or math.inf) < (then["max_tokens"] or math.inf):
+            fixed.append("max_tokens")
         changed = [f"{k} ({then[k]!r} -> {now[k]!r})" for k in fixed if then[k] != now[k]]
         if changed:
             raise ValueError(f"resume: expected the run's own settings, changed: {changed}")
