@@ -154,7 +154,8 @@ def _hugging_face(
             pad_token_id=0,
         )
     tokens = out[0, len(prompt) :].tolist()
-    return tokens, len(tokens), 1.0
+    # The first token comes from the prefill, as in our own count.
+    return tokens, len(tokens) - 1, 1.0
 
 
 def first_difference(
