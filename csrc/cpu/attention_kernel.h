@@ -106,7 +106,7 @@ inline F32 exp2_nonpositive(F32 x) {
   y = y * r + 2.40226479e-1f;
   y = y * r + 6.93147203e-1f;
   y = y * r + 1.0f;
-  y = y * (F32)(((I32)shifted << 23) + 0x3f800000);  // 2^n
+  y = y * (F32)(((U32)shifted << 23) + 0x3f800000u);  // 2^n
   return (F32)((I32)y & ~(x < -126.0f));
 }
 
