@@ -24,6 +24,14 @@ struct ExpandArgs {
 // The candidates of parent p of request b.
 template <typename T>
 void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
+  const float beam_score = args.beam_scores.row(b)[p];
+  const int64_t at = (b * args.parents + p) * args.top_k;
+  int64_t* tokens = args.candidate_tokens + at;
+  float* scores = args.candidate_scores + at;
+  std::fill_n(tokens, args.top_k, int64_t{0});
+  std::fill_n(scores, args.top_k, -INFINITY);
+  if (!(beam_score > -INFINITY)) return;  // a dead parent: its logits are not read
+
   thread_local std::vector<T> chunk(kChunk);
   TopK<T> top(std::min(args.top_k, args.vocab));
   T peak = -INFINITY;
@@ -42,13 +50,6 @@ void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
   }
 
   const T log_total = static_cast<T>(std::log(total));
-  const float beam_score = args.beam_scores.row(b)[p];
-  const int64_t at = (b * args.parents + p) * args.top_k;
-  int64_t* tokens = args.candidate_tokens + at;
-  float* scores = args.candidate_scores + at;
-  std::fill_n(tokens, args.top_k, int64_t{0});
-  std::fill_n(scores, args.top_k, -INFINITY);
-  if (!(beam_score > -INFINITY)) return;
   for (const Ranked<T>& candidate : top.finish()) {
     const float score = static_cast<float>(((candidate.value - peak) - log_total) + beam_score);
     if (score > -INFINITY) {
