@@ -60,7 +60,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; ``difference`` is None when all tokens are the same."""
+    """What `compare` found.
+
+    ``difference`` is None when tree and plain tokens are the same. ``row_floor`` is the least row
+    count from which this machine gives a row the same bits (`TargetModel.row_invariant_rows`); where
+    tokens differ, ``identical_when_padded`` says whether plain decoding in forwards of that many
+    rows, bit-identical to a tree's, emits the tree's tokens.
+    """
 
     rows: list[Row]
     difference: Difference | None
@@ -70,26 +76,29 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The line under the table."""
-        if self.difference is None:
-            return "identical: yes"
         d = self.difference
-        kind = "a rounding tie" if d.legal else "NOT explained by rounding"
-        text = (
-            f"identical: no, first difference at token {d.index}: plain {d.plain_token}, tree "
-            f"{d.tree_token}; margin {d.margin:.3g}, largest logit difference of the two forwards "
-            f"{d.logit_error:.3g}: {kind}"
+        if d is None:
+            return "identical: yes"
+        where = (
+            f"at token {d.index}: plain {d.plain_token}, tree {d.tree_token}; margin {d.margin:.3g}, "
+            f"largest logit difference of the two forwards {d.logit_error:.3g}"
         )
+        kind = "a rounding tie" if d.legal else "NOT explained by rounding"
+        if self.identical_when_padded:
+            return (
+                f"identical: yes, to plain decoding in {self.row_floor}-row forwards; one-row "
+                f"forwards round differently and part {where}: {kind}"
+            )
+        text = f"identical: no, first difference {where}: {kind}"
         if self.identical_when_padded is not None:
-            answer = "yes" if self.identical_when_padded else "NO"
-            text += f"\nidentical to plain decoding in {self.row_floor}-row forwards: {answer}"
+            text += f"; plain decoding in {self.row_floor}-row forwards differs too"
         return text
 
     @property
     def lossless(self) -> bool:
         """Whether the tree changed nothing that rounding does not explain."""
-        if self.difference is None:
-            return True
-        return self.difference.legal and self.identical_when_padded is not False
+        d = self.difference
+        return d is None or (d.legal and self.identical_when_padded is not False)
 
 
 def compare(

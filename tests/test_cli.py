@@ -109,15 +109,19 @@ def test_tree_draws_the_first_step():
 
 
 @pytest.mark.parametrize(
-    ("margin", "error", "padded", "lossless"),
-    [(0.1, 0.06, None, True), (0.1, 0.04, None, False), (0.1, 0.06, False, False)],
-    ids=["tie", "real difference", "padded differs"],
+    ("margin", "error", "padded", "lossless", "verdict"),
+    [
+        (0.1, 0.06, None, True, "identical: no, first difference at token 3: plain 7, tree 8"),
+        (0.1, 0.04, None, False, "NOT explained by rounding"),
+        (0.1, 0.06, False, False, "4-row forwards differs too"),
+        (0.1, 0.06, True, True, "identical: yes, to plain decoding in 4-row forwards"),
+    ],
+    ids=["tie", "real difference", "padded differs", "padded agrees"],
 )
-def test_a_difference_is_judged_by_its_margin(margin, error, padded, lossless):
-    difference = Difference(3, 7, 8, margin, error)
-    comparison = Comparison([], difference, 4, padded)
+def test_a_difference_is_judged_by_its_margin(margin, error, padded, lossless, verdict):
+    comparison = Comparison([], Difference(3, 7, 8, margin, error), 4, padded)
     assert comparison.lossless is lossless
-    assert "first difference at token 3: plain 7, tree 8" in comparison.verdict
+    assert verdict in comparison.verdict
 
 
 def test_no_difference_is_identical():
