@@ -63,9 +63,9 @@ class Comparison:
     """What `compare` found.
 
     ``difference`` is None when tree and plain tokens are the same. ``row_floor`` is the least row
-    count from which this machine gives a row the same bits (`TargetModel.row_invariant_rows`); where
-    tokens differ, ``identical_when_padded`` says whether plain decoding in forwards of that many
-    rows, bit-identical to a tree's, emits the tree's tokens.
+    count from which this machine gives a row the same bits (`TargetModel.row_invariant_rows`);
+    where tokens differ, ``identical_when_padded`` says whether plain decoding in forwards of that
+    many rows, bit-identical to a tree's, emits the tree's tokens.
     """
 
     rows: list[Row]
@@ -80,8 +80,8 @@ class Comparison:
         if d is None:
             return "identical: yes"
         where = (
-            f"at token {d.index}: plain {d.plain_token}, tree {d.tree_token}; margin {d.margin:.3g}, "
-            f"largest logit difference of the two forwards {d.logit_error:.3g}"
+            f"at token {d.index}: plain {d.plain_token}, tree {d.tree_token}; margin "
+            f"{d.margin:.3g}, largest logit difference of the two forwards {d.logit_error:.3g}"
         )
         kind = "a rounding tie" if d.legal else "NOT explained by rounding"
         if self.identical_when_padded:

@@ -54,7 +54,7 @@ def test_train_has_an_option_for_every_field_of_the_config():
         (["generate", "hi", "--target", "somewhere"], "--target and --draft go together"),
         (["generate", "hi", "--dtype", "int8"], "--dtype: expected bfloat16"),
         (["generate", "   "], "expected some text"),
-        (["generate", "hi", "--max-new-tokens", "0"], "0 is not in the range"),
+        (["generate", "hi", "--max-new-tokens", "0"], "greater than or equal to 1"),
         (["train"], "--data"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
