@@ -1,8 +1,8 @@
 """Tree against plain decoding over a prompt set: accept length, tokens per second, same tokens.
 
-``python bench/end_to_end.py ../shared/prompts/mt_bench.jsonl`` reads one ``{"prompt": ...}`` a line,
-wraps it in the chat template and decodes it greedily both ways, in turn. Accept length is tokens
-emitted after the first / target forwards after prefill, over all prompts.
+``python bench/end_to_end.py ../shared/prompts/mt_bench.jsonl`` reads one ``{"prompt": ...}`` a
+line, wraps it in the chat template and decodes it greedily both ways, in turn. Accept length is
+tokens emitted after the first / target forwards after prefill, over all prompts.
 """
 
 from __future__ import annotations
