@@ -78,13 +78,17 @@ def extend_draft_tree(
         return draft_mask.clone()
     b, k, _ = draft_mask.shape
     first, start = level_offset(level - 1, k), level_offset(level, k)
-    next_mask = torch.empty_like(draft_mask, memory_format=torch.contiguous_format)
+    next_mask = torch.zeros_like(draft_mask, memory_format=torch.contiguous_format)
     for r in range(b):
         for j in range(k):
             entry = int(beam[r, j])
-            candidate_parents[r, start + j * k : start + (j + 1) * k] = first + entry
+            # -2 is no parent at all (-1 is the root): build_tree drops such candidates.
+            known = 0 <= entry < start - first
+            parent = first + entry if known else -2
+            candidate_parents[r, start + j * k : start + (j + 1) * k] = parent
             slot = (level - 1) * k + j
-            next_mask[r, j] = draft_mask[r, entry // k]
+            if known:
+                next_mask[r, j] = draft_mask[r, entry // k]
             next_mask[r, j, slot // 64] |= _bit(slot % 64)
     return next_mask
 
@@ -303,6 +307,8 @@ def tree_attention_out(
         raise NotImplementedError("qo_indptr: flat ragged queries have no kernel yet")
     if k_scale is not None or v_scale is not None:
         raise NotImplementedError("k_scale, v_scale: float8 caches have no kernel yet")
+    if window is not None and tree_len == 0:
+        raise ValueError("window: expected a tree (tree_len > 0) to take query positions from")
     b, n, hq, d = q.shape
     hkv = k_cache.shape[2]
     length = n if tree_len is None else tree_len
@@ -323,6 +329,8 @@ def tree_attention_out(
             k = _cache_rows(k_cache, page_table, r, keys).to(compute)[:, head]
             v = _cache_rows(v_cache, page_table, r, keys).to(compute)[:, head]
             scores = torch.einsum("hd,khd->hk", q[r, i].to(compute), k) * scale
+            # A row that sees a non-finite key is non-finite, whatever tanh or exp make of it.
+            scores = torch.where(scores.isfinite(), scores, torch.nan)
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             extra = scores.new_zeros(hq, 0) if sinks is None else sinks.to(compute)[:, None]
