@@ -48,6 +48,48 @@ def test_write_kv_stores_only_the_rows_asked_for(cache_kernels, page_size, dtype
     assert torch.equal(storage, expected)
 
 
+# Runs in a process of its own: here the kernels are decorated for the interpreter.
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from eagle2_kernels.triton_kernels.cache import _write_kv_kernel as kernel
+
+def kind(name):
+    if name in ("k_cache", "v_cache", "k", "v"):
+        return "*bf16"
+    if name in ("prefix_lens", "lengths", "page_table"):
+        return "*i32"
+    return "constexpr" if name.isupper() else "i64" if name.startswith(("kc_", "vc_")) else "i32"
+
+constants = dict(HAS_LENGTHS=True, PAGED=True, DK=128, DV=128, BLOCK=128)
+source = ASTSource(
+    kernel,
+    {name: kind(name) for name in kernel.arg_names},
+    constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
+)
+compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+print(len(compiled.asm["cubin"]))
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120], ids=lambda a: f"sm_{a}")
+def test_write_kv_compiles_ahead_of_time(arch, tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = tmp_path / "compile_kernel.py"
+    script.write_text(COMPILE)
+    result = subprocess.run(
+        [sys.executable, str(script), str(arch)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0
+
+
 def test_importing_the_package_does_not_import_triton():
     code = "import sys, eagle2_kernels; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
