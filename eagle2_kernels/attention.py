@@ -233,7 +233,7 @@ def _check(
             f"v_cache: a head dim ({v_cache.shape[3]}) other than K's ({d}) has no kernel yet"
         )
     _checks.tensor("v_cache", v_cache, q.dtype, tuple(k_cache.shape), layout)
-    if hkv < 1 or hq % hkv:
+    if hkv < 1 or hq < 1 or hq % hkv:
         raise ValueError(f"q: expected a multiple of the {hkv} KV heads, got {hq} heads")
     if d < 1:
         raise ValueError("q: expected a head dim of at least 1, got 0")

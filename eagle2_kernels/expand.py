@@ -150,6 +150,8 @@ def _check_extend_draft_tree(
 ) -> None:
     _checks.tensor("draft_mask", draft_mask, torch.int64, (None, None, None), "[B, K, W]")
     b, k, words = draft_mask.shape
+    if k < 1:
+        raise ValueError(f"draft_mask: expected K of at least 1, got {tuple(draft_mask.shape)}")
     _checks.tensor("beam", beam, torch.int64, (b, k), "[B, K]")
     _checks.tensor("candidate_parents", candidate_parents, torch.int32, (b, None), "[B, M]")
     _checks.integer("level", level, 0)

@@ -602,6 +602,7 @@ WRONG = [
     ("type of q", {"q": [1.0]}, TypeError, "q: expected a float32 or .* tensor"),
     ("dtype of q", {"q": torch.ones(2, 5, 4, 16).int()}, TypeError, "q: expected dtype"),
     ("heads", {"q": torch.randn(2, 5, 3, 16)}, ValueError, "q: expected a multiple of the 2 KV"),
+    ("no heads", {"q": torch.randn(2, 5, 0, 16)}, ValueError, "q: expected a multiple .*got 0"),
     ("head dim", {"q": torch.randn(2, 5, 4, 8)}, ValueError, "k_cache: expected shape"),
     ("batch", {"k_cache": torch.randn(3, 20, 2, 16)}, ValueError, "k_cache: expected shape"),
     ("dtype of k", {"k_cache": torch.randn(2, 20, 2, 16).half()}, TypeError, "k_cache: .*float16"),

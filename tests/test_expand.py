@@ -388,6 +388,16 @@ EXTEND = {
         ({"beam": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, "beam: expected shape"),
         ({"beam": i32([[0, 0]])}, TypeError, "beam: expected dtype int64, got int32"),
         ({"level": -1}, ValueError, "level: expected at least 0, got -1"),
+        # level * K^2 is 0 modulo 2^64
+        ({"level": 2**62}, ValueError, "candidate_parents: expected at least"),
+        (
+            {
+                "draft_mask": torch.zeros(1, 0, 1, dtype=torch.int64),
+                "beam": torch.zeros(1, 0, dtype=torch.int64),
+            },
+            ValueError,
+            "draft_mask: expected K of at least 1",
+        ),
         (
             {
                 "level": 33,

@@ -392,6 +392,11 @@ def test_packing_is_little_endian():
     assert e2.pack_tree_mask(torch.arange(64) == 63).tolist() == [-(2**63)]
 
 
+def test_packing_masks_whose_bytes_are_not_0_and_1():
+    mask = torch.tensor([[2, 0, 255, 1]], dtype=torch.uint8).view(torch.bool)
+    assert e2.pack_tree_mask(mask).tolist() == [[0b1101]]
+
+
 def test_packing_strided_masks():
     mask = torch.rand(70, 5, 2, generator=torch.Generator().manual_seed(1)) < 0.5
     assert_equal(

@@ -200,7 +200,7 @@ void tree_attention_typed(AttentionParams& p, const Tensor& q, const Tensor& k_c
   p.page_size = k.size[1];
   p.kv_heads = k.size[2];
   if (p.head_dim < 1) fail("q: expected a head dim of at least 1, got ", p.head_dim);
-  if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0) {
+  if (p.kv_heads < 1 || p.q_heads < 1 || p.q_heads % p.kv_heads != 0) {
     fail("q: expected a multiple of the ", p.kv_heads, " KV heads, got ", p.q_heads, " heads");
   }
   p.group = p.q_heads / p.kv_heads;

@@ -149,7 +149,11 @@ void extend_draft_tree_out(const Tensor& candidate_parents, const Tensor& draft_
   if (parents.stride[1] != 1 && parents.size[1] > 1) {
     fail("candidate_parents: expected a contiguous last dimension, got stride ", parents.stride[1]);
   }
-  if (level < 0) fail("level: expected at least 0, got ", level);
+  if (top_k < 1) fail("draft_mask: expected a top_k of at least 1, got 0");
+  // A level has a candidate at least, so one past them all is refused before it can overflow.
+  if (level < 0 || level > parents.size[1]) {
+    fail("level: expected 0 to ", parents.size[1], ", got ", level);
+  }
   const int64_t needed = level_offset(level + 1, top_k);
   if (parents.size[1] < needed) {
     fail("candidate_parents: expected at least ", needed, " candidates for level ", level,

@@ -204,15 +204,16 @@ void pack_tree_mask_out(const Tensor& mask, const Tensor& words) {
   const MaskRows in(mask, "mask", ScalarType::Bool);
   const int64_t width = mask_words(in.width), step = in.strides.back();
   check_mask_out(in, words, "words", ScalarType::Long, width);
-  const bool* bits = static_cast<const bool*>(mask.const_data_ptr());
+  // Bytes, because a bool tensor may be a view of bytes other than 0 and 1.
+  const uint8_t* bits = static_cast<const uint8_t*>(mask.const_data_ptr());
   uint64_t* out = static_cast<uint64_t*>(words.mutable_data_ptr());
   for (int64_t r = 0; r < in.rows; ++r) {
-    const bool* row = bits + in.offset(r);
+    const uint8_t* row = bits + in.offset(r);
     for (int64_t w = 0; w < width; ++w) {
       uint64_t word = 0;
       const int64_t count = std::min(kWordBits, in.width - w * kWordBits);
       for (int64_t j = 0; j < count; ++j) {
-        word |= static_cast<uint64_t>(row[(w * kWordBits + j) * step]) << j;
+        word |= uint64_t{row[(w * kWordBits + j) * step] != 0} << j;
       }
       *out++ = word;
     }
