@@ -208,8 +208,9 @@ class EagleDecoder:
             ValueError: an empty prompt, an id outside the vocabulary, a prompt that leaves no room
                 in the position table, text or ``stop`` without a tokenizer.
         """
+        config = self._tree_config(config)
         batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, keep_logits)
-        for _ in self._tree_steps(batch, config or self.config):
+        for _ in self._tree_steps(batch, config):
             pass
         return batch.results()
 
@@ -252,9 +253,9 @@ class EagleDecoder:
         whose bytes are not complete, and text that may turn out to begin a stop string, waits for a
         later step; the pieces together are `generate`'s text.
         """
+        config = self._tree_config(config)
         follow = self.tokenizer is not None
         batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, False, follow)
-        config = config or self.config
         steps = self._plain_steps(batch, 1) if plain else self._tree_steps(batch, config)
         return _pieces(batch, steps)
 
@@ -270,7 +271,7 @@ class EagleDecoder:
 
         The candidates of pruned nodes are listed too. Raises as `generate` does.
         """
-        config = config or self.config
+        config = self._tree_config(config)
         batch = self._batch(prompt, config.max_depth + 2, sampling, (), (), False)
         if not batch.single:
             raise ValueError(f"prompt: expected one request, got {len(batch)}")
@@ -289,6 +290,11 @@ class EagleDecoder:
             emitted[0],
         )
 
+    def _tree_config(self, config: TreeConfig | None) -> TreeConfig:
+        if config is not None and not isinstance(config, TreeConfig):
+            raise TypeError(f"config: expected a TreeConfig, got {type(config).__name__}")
+        return self.config if config is None else config
+
     def _batch(
         self,
         prompts: Any,
@@ -299,6 +305,8 @@ class EagleDecoder:
         keep_logits: bool,
         follow_text: bool = False,
     ) -> Batch:
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling: expected SamplingParams, got {type(sampling).__name__}")
         eos = self.target.eos_token_ids() if eos_token_ids is None else eos_token_ids
         single, ids = read_prompts(prompts, self.tokenizer, self.target.vocab_size)
         requests = make_requests(

@@ -6,7 +6,7 @@ and stops at the first that ends it, so the cut is the same however many came at
 
 from __future__ import annotations
 
-import math
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -41,16 +41,20 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf):
-            raise ValueError(f"temperature: expected a finite value >= 0, got {self.temperature}")
+        if not (0 <= self.temperature <= torch.finfo(torch.float32).max):
+            raise ValueError(
+                f"temperature: expected a finite float32 value >= 0, got {self.temperature}"
+            )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k: expected an integer >= 0, got {self.top_k!r}")
         if not (0 < self.top_p <= 1):
             raise ValueError(f"top_p: expected a value in (0, 1], got {self.top_p}")
         if not (0 <= self.min_p <= 1):
             raise ValueError(f"min_p: expected a value in [0, 1], got {self.min_p}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed: expected a 64-bit integer or None, got {self.seed}")
+        if self.seed is not None and not (
+            isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64
+        ):
+            raise ValueError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
 
     def seeds(self, count: int) -> list[int]:
         """One 64-bit seed (as a signed integer) per request."""
@@ -63,7 +67,7 @@ class SamplingParams:
             return {}
         values = {
             "temperature": (self.temperature, 0.0, torch.float32),
-            "top_k": (self.top_k, 0, torch.int32),
+            "top_k": (min(self.top_k, 2**31 - 1), 0, torch.int32),
             "top_p": (self.top_p, 1.0, torch.float32),
             "min_p": (self.min_p, 0.0, torch.float32),
         }
@@ -327,12 +331,15 @@ def make_requests(
     argument.
     """
     check_count("max_new_tokens", max_new_tokens)
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    stops = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
     if any(not isinstance(s, str) or not s for s in stops):
         raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
     if stops and tokenizer is None:
         raise ValueError("stop: stop strings need a tokenizer, this decoder has none")
-    eos = frozenset(eos_token_ids)
+    try:
+        eos = frozenset(operator.index(token) for token in eos_token_ids)
+    except TypeError:
+        raise ValueError(f"eos_token_ids: expected token ids, got {eos_token_ids!r}") from None
     requests = []
     for i, prompt in enumerate(prompts):
         room = max_new_tokens

@@ -103,28 +103,40 @@ def _filters(
     min_p: Tensor | float | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     return (
-        _per_request(logits, temperature, 0, torch.float32),
-        _per_request(logits, top_k, 0, torch.int32),
-        _per_request(logits, top_p, 1, torch.float32),
-        _per_request(logits, min_p, 0, torch.float32),
+        _per_request("temperature", logits, temperature, 0, float("inf"), 0, torch.float32),
+        _per_request("top_k", logits, top_k, 0, 2**31 - 1, 0, torch.int32),
+        _per_request("top_p", logits, top_p, 0, 1, 1, torch.float32),
+        _per_request("min_p", logits, min_p, 0, 1, 0, torch.float32),
     )
 
 
 def _per_request(
-    logits: Tensor, value: Tensor | float | None, off: float, dtype: torch.dtype
+    name: str,
+    logits: Tensor,
+    value: Tensor | float | None,
+    low: float,
+    high: float,
+    off: float,
+    dtype: torch.dtype,
 ) -> Tensor | None:
-    """A host number as a [B] tensor; None where it switches the filter off."""
+    """A host number in [low, high] as a [B] tensor; None where it switches the filter off."""
     if not isinstance(logits, Tensor):
         return None  # the op refuses the logits
-    if value is None or (isinstance(value, (int, float)) and value == off):
+    if value is None or not isinstance(value, (int, float)):
+        return value
+    if dtype is torch.int32 and not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected a value from {low} to {high}, got {value}")
+    if value == off:
         return None
-    if isinstance(value, (int, float)):
-        return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
-    return value
+    return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
 
 
 def _seeds(logits: Tensor, seeds: Tensor | int) -> Tensor:
     if isinstance(seeds, int) and isinstance(logits, Tensor):
+        if not -(2**63) <= seeds < 2**64:
+            raise ValueError(f"seeds: expected a 64-bit integer, got {seeds}")
         return seeds + torch.arange(logits.shape[0], dtype=torch.int64, device=logits.device)
     return seeds
 

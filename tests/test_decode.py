@@ -462,12 +462,14 @@ def test_both_models_from_directories(decoder, tmp_path):
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"seed": 2**64}, "seed"),
+        ({"seed": 1.5}, "seed"),
     ],
 )
 def test_sampling_out_of_range(settings, message):
@@ -494,12 +496,32 @@ def test_tree_shapes_out_of_range(name, value):
         (None, {}, "prompts"),
         ([3], {"stop": "x"}, "tokenizer"),
         ([3], {"stop": [""]}, "stop"),
+        ([3], {"stop": 5}, "stop"),
+        ([3], {"eos_token_ids": 2}, "eos_token_ids"),
+        ([3], {"eos_token_ids": [2.5]}, "eos_token_ids"),
         ([3], {"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
 def test_calls_that_make_no_sense(decoder, prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         decoder.generate(prompts, **settings)
+
+
+@pytest.mark.parametrize("name", ["config", "sampling"])
+def test_settings_of_the_wrong_type_are_named(decoder, name):
+    for call in (decoder.generate, decoder.stream, decoder.draft_step):
+        with pytest.raises(TypeError, match=f"{name}: expected .*, got dict"):
+            call([3], **{name: {"temperature": 1.0}})
+
+
+def test_end_ids_may_be_a_tensor_and_top_k_any_size(decoder):
+    first = decoder.generate([3], max_new_tokens=1, eos_token_ids=()).token_ids
+    got = decoder.generate([3], max_new_tokens=9, eos_token_ids=torch.tensor(first))
+    assert got.token_ids == first and got.finish_reason == "eos"
+    all_tokens = SamplingParams(temperature=1.0, seed=1)
+    many = SamplingParams(temperature=1.0, seed=1, top_k=2**40)
+    results = [decoder.generate([3], max_new_tokens=9, sampling=s) for s in (all_tokens, many)]
+    assert results[0].token_ids == results[1].token_ids
 
 
 @pytest.mark.parametrize("name", ["num_beams", "repetition_penalty", "logits_processor"])
