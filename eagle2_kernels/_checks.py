@@ -53,7 +53,10 @@ def tensor(
         dtypes = (dtypes,)
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a {names} tensor {layout}, got {type(value).__name__}")
+        article = "an" if names.startswith("int") else "a"
+        raise TypeError(
+            f"{name}: expected {article} {names} tensor {layout}, got {type(value).__name__}"
+        )
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names}, got {str(value.dtype)[6:]}")
     got = tuple(value.shape)

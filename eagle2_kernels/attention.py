@@ -234,7 +234,9 @@ def _check(
         )
     _checks.tensor("v_cache", v_cache, q.dtype, tuple(k_cache.shape), layout)
     if hkv < 1 or hq < 1 or hq % hkv:
-        raise ValueError(f"q: expected a multiple of the {hkv} KV heads, got {hq} heads")
+        raise ValueError(
+            f"q: expected a multiple of the {hkv} KV heads of k_cache {layout}, got {hq} heads"
+        )
     if d < 1:
         raise ValueError("q: expected a head dim of at least 1, got 0")
     _contiguous_last(q=q, k_cache=k_cache, v_cache=v_cache)

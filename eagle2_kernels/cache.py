@@ -88,7 +88,8 @@ def compact_kv(
 
     Args:
         kv_caches: the K and V tensors of all layers, each dense [B, S, Hkv, D] or paged
-            [pages, page_size, Hkv, D], any dtype, any strides with a contiguous last dimension.
+            [pages, page_size, Hkv, D], any dtype, any strides with a contiguous last dimension; a
+            flat list, not (K, V) pairs.
         accept_index: int32 [B, max_depth + 1], slots of the accepted path, root first, padded with
             -1 (`verify_tree`).
         accept_length: int32 [B], accepted drafts without the root; a request with a negative length
@@ -104,10 +105,12 @@ def compact_kv(
 
     Source: the KV rearrangement of SpecInfer (arXiv 2305.09781) and EAGLE (arXiv 2401.15077).
     """
+    if isinstance(kv_caches, Tensor):
+        raise TypeError("kv_caches: expected a list of tensors, got one tensor")
     caches = list(kv_caches)
     if torch.is_grad_enabled():
         for i, cache in enumerate(caches):
-            if cache.requires_grad:
+            if getattr(cache, "requires_grad", False):
                 _checks.refuse_grad(**{f"kv_caches[{i}]": cache})
     _checks.call(
         _compact,

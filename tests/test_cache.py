@@ -295,6 +295,18 @@ WRONG_COMPACT = [
     ("length", {"accept_length": lens(1)}, ValueError, "accept_length: expected shape"),
     ("lens", {"prefix_lens": lens(1, 2, 3)}, ValueError, "prefix_lens: expected shape"),
     (
+        "one tensor",
+        {"kv_caches": torch.zeros(2, 2, 9, 2, 8)},
+        TypeError,
+        "kv_caches: expected a list of tensors, got one",
+    ),
+    (
+        "pairs",
+        {"kv_caches": [(torch.zeros(2, 9, 2, 8), torch.zeros(2, 9, 2, 8))]},
+        TypeError,
+        r"kv_caches\[0\]: expected a tensor, got tuple",
+    ),
+    (
         "cache rank",
         {"kv_caches": [torch.zeros(2, 9, 8)]},
         ValueError,

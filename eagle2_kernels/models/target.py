@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -511,10 +512,16 @@ def load_target_model(
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a directory or a hub name.
 
-    Returns the `TargetModel` and the tokenizer (None when there is none beside the weights).
+    Returns the `TargetModel` and the tokenizer (None when there is none beside the weights). Raises
+    FileNotFoundError for what can only be a path and leads to no directory.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    path = Path(name)
+    # What the hub would say of a mistyped path speaks of repository ids.
+    local = path.is_absolute() or len(path.parts) > 2 or str(name).startswith(".")
+    if local and not path.is_dir():
+        raise FileNotFoundError(f"target: expected a model directory or a hub name, got {name}")
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
     if device is not None:
         model = model.to(device)
