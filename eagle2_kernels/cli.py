@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ._version import __version__
+from .decode import TreeConfig
 from .training.trainer import TrainConfig
 
 if TYPE_CHECKING:
@@ -50,10 +51,26 @@ DtypeOption = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens at most.")]
 MaxNodes = Annotated[
-    int | None, typer.Option("--max-nodes", min=1, help="Slots of a tree, root included.")
+    int | None,
+    typer.Option(
+        "--max-nodes",
+        min=1,
+        help="Slots of a tree, root included.",
+        show_default=str(TreeConfig.max_nodes),
+    ),
 ]
-TopK = Annotated[int | None, typer.Option("--tree-top-k", min=1, help="Branches kept per level.")]
-MaxDepth = Annotated[int | None, typer.Option("--max-depth", min=1, help="Draft levels.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--tree-top-k", min=1, help="Branches kept per level.", show_default=str(TreeConfig.top_k)
+    ),
+]
+MaxDepth = Annotated[
+    int | None,
+    typer.Option(
+        "--max-depth", min=1, help="Draft levels.", show_default=str(TreeConfig.max_depth)
+    ),
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 
 
@@ -71,7 +88,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sampling filter; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Default: drawn, and reported.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: drawn; --json reports it.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly and with Hugging Face; greedy.")
     ] = False,
@@ -98,6 +115,8 @@ def generate(
     if compare:
         from .compare import compare as run_comparison
 
+        if not as_json:
+            typer.echo(f"\ntiming three ways of decoding it, {rounds} + 1 times each ...", err=True)
         comparison = run_comparison(decoder, ids, max_new_tokens, rounds)
         if as_json:
             _print_json(text=text, **_comparison_dict(comparison))
@@ -166,13 +185,7 @@ def info(
         console.out(json.dumps(rows, indent=2) if as_json else table.describe(), end="")
         return
     report = env.collect()
-    if as_json:
-        console.out(json.dumps(report, indent=2))
-        return
-    for section, values in report.items():
-        console.print(Text(section, style="bold"))
-        for key, value in values.items():
-            console.print(Text(f"  {key}: {value}"))
+    console.out(json.dumps(report, indent=2) if as_json else env.render(report))
 
 
 def _docs(kind: type) -> dict[str, str]:

@@ -183,7 +183,8 @@ def _convert(gguf: Path, directory: Path) -> None:
         ) from error
     if tokenizer.chat_template is None:
         raise DemoUnavailableError(f"{gguf} gave a tokenizer without a chat template")
-    model.to(torch.bfloat16).save_pretrained(directory)
+    with _quiet(transformers):
+        model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     origin = {"gguf": gguf.name, "bytes": gguf.stat().st_size, "format": _FORMAT}
     (directory / "eagle2_origin.json").write_text(json.dumps(origin) + "\n")
@@ -191,7 +192,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Any:
-    """Silence transformers' progress bars and notes while a model loads."""
+    """Silence transformers' progress bars and notes while a model is loaded or saved."""
     log = transformers.utils.logging
     level, bar = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
