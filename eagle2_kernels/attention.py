@@ -70,7 +70,8 @@ def tree_attention(
         k_cache: dense [B, S, Hkv, D], or paged [pages, page_size, Hkv, D], in q's dtype; any
             strides with a contiguous last dimension (an HND cache is a transposed view).
         v_cache: as ``k_cache``.
-        prefix_lens: int32 [B], tokens in the cache before the tree.
+        prefix_lens: int32 [B], tokens in the cache before the tree. Only ``validate`` reports a
+            value outside the cache; else it is clipped, and nothing outside the cache is read.
         tree_mask: int64 [B, N, ceil(tree_len / 64)], bit j of row i (bit j % 64 of word j // 64)
             set when query i sees tree slot j: `DraftTree.tree_mask`. None is a causal chain over
             the slots (prefill in chunks, plain decoding).

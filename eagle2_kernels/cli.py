@@ -86,7 +86,7 @@ def generate(
     max_depth: MaxDepth = None,
     temperature: Temperature = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sampling filter; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Above 0; 1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Default: drawn; --json reports it.")] = None,
     compare: Annotated[
