@@ -50,12 +50,12 @@ class TrainConfig:
     """Continue from the work directory's checkpoint; otherwise a run in it is an error."""
     draft_vocab_size: int = 8192
     """Most frequent response ids the head may propose; 0 keeps the whole vocabulary."""
-    max_tokens: int | None = 900_000
+    max_tokens: int | None = 1_100_000
     """Training tokens used at most, greedy conversations first; None for all. May grow on resume:
     the features of new text are the costly part, so a run can start on little of it."""
     held_out: int = 48
     """Greedy conversations kept for validation."""
-    steps: int = 1850
+    steps: int = 2000
     """Optimizer steps in all."""
     batch_size: int = 8
     """Conversations a step."""
