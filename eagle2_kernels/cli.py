@@ -140,7 +140,7 @@ def tree(
     max_depth: MaxDepth = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
 ) -> None:
-    """Draw the first step's draft tree: tokens, probabilities, what was pruned and accepted."""
+    """Draw the first step's draft tree: tokens, path probabilities, what was pruned, accepted."""
     from rich.tree import Tree
 
     message = _read(prompt)
