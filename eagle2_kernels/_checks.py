@@ -67,6 +67,18 @@ def tensor(
         raise ValueError(f"{name}: expected shape {layout} = ({sizes}), got {got}")
 
 
+def written(**tensors: Tensor | None) -> None:
+    """No element of a tensor that is written lies at several places, as in an expanded one."""
+    for name, value in tensors.items():
+        if value is not None and any(
+            n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"{name}: expected a tensor to write to, got an expanded one "
+                f"(shape {tuple(value.shape)}, strides {value.stride()})"
+            )
+
+
 def integer(name: str, value: object, low: int, high: int | None = None) -> None:
     """Check a host integer, bounds included."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):

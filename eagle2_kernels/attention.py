@@ -280,6 +280,7 @@ def _check(
         _contiguous_last(out=out)
     if lse is not None:
         _checks.tensor("lse", lse, torch.float32, (b, n, hq), "[B, N, Hq]")
+    _checks.written(out=out, lse=lse)
     _checks.same_device(
         q=q,
         k_cache=k_cache,
@@ -400,4 +401,5 @@ def _check_merge(
     for name, value in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if name != "lse" or value is not None:
             _checks.tensor(name, value, torch.float32, shape[:3], "[B, N, H]")
+    _checks.written(out=out, lse=lse)
     _checks.same_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)

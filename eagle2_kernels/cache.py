@@ -140,6 +140,7 @@ def _check_cache(
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {cache.stride()}"
         )
+    _checks.written(**{name: cache})
     if page_table is not None and cache.shape[1] < 1:
         raise ValueError(f"{name}: expected a page size of at least 1, got 0")
     return cache.shape[1], cache.shape[2], cache.shape[3]

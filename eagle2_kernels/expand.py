@@ -154,6 +154,7 @@ def _check_extend_draft_tree(
         raise ValueError(f"draft_mask: expected K of at least 1, got {tuple(draft_mask.shape)}")
     _checks.tensor("beam", beam, torch.int64, (b, k), "[B, K]")
     _checks.tensor("candidate_parents", candidate_parents, torch.int32, (b, None), "[B, M]")
+    _checks.written(candidate_parents=candidate_parents)
     _checks.integer("level", level, 0)
     _checks.same_device(candidate_parents=candidate_parents, draft_mask=draft_mask, beam=beam)
     needed, m = k + level * k * k, candidate_parents.shape[1]

@@ -5,7 +5,8 @@ what is still missing. Tests, opcheck, the benches and the README's list are der
 and Triton hold implementations only.
 
 An op that allocates its outputs has a twin ``<name>_out`` that writes caller-provided tensors
-instead; engines that capture graphs use the twin. No op returns one of its arguments.
+instead; engines that capture graphs use the twin. No op returns one of its arguments. An output
+shares no memory with another argument unless the wrapper says that it may.
 """
 
 from __future__ import annotations
@@ -447,7 +448,7 @@ def _raise_later(library: torch.library.Library, key: str) -> None:
 
 def backend() -> str:
     """``"reference"`` when ``EAGLE2_BACKEND`` asks for the oracle, else ``"compiled"``."""
-    value = os.environ.get("EAGLE2_BACKEND", "compiled")
+    value = os.environ.get("EAGLE2_BACKEND") or "compiled"
     if value not in ("compiled", "reference"):
         raise ValueError(f"EAGLE2_BACKEND: expected 'compiled' or 'reference', got {value!r}")
     return value

@@ -98,6 +98,11 @@ def eagle2_generate_tree(
     prefix_lens = torch.full((b,), length, dtype=torch.int32, device=token_ids.device)
     drafter: Drafter
     if isinstance(draft_model, EagleHead):
+        width = draft_model.config.hidden_size
+        if hidden_states.shape[2] != width:
+            raise ValueError(
+                f"hidden_states: expected the head's width {width}, got {hidden_states.shape[2]}"
+            )
         cache = new_draft_cache(draft_model, b, length + max_depth * top_k)
         nothing = torch.zeros_like(prefix_lens)
         shifted = token_ids[:, 1:].contiguous()
@@ -207,6 +212,12 @@ class _CallableDrafter:
         b, p = self.tokens.shape[:2]
         logits, hidden = self.model(self.history.flatten(0, 1), self.tokens.flatten(0, 1))
         self.last = self._last(hidden, "hidden_states", b, p)
+        width = self.history.shape[-1]
+        if self.last.shape[-1] != width:
+            raise ValueError(
+                f"draft_model: expected hidden_states of the width given, {width}, "
+                f"got {self.last.shape[-1]}"
+            )
         return self._last(logits, "logits", b, p)
 
     @staticmethod

@@ -602,6 +602,12 @@ WRONG = [
     ("type of q", {"q": [1.0]}, TypeError, "q: expected a float32 or .* tensor"),
     ("dtype of q", {"q": torch.ones(2, 5, 4, 16).int()}, TypeError, "q: expected dtype"),
     ("heads", {"q": torch.randn(2, 5, 3, 16)}, ValueError, "q: expected a multiple of the 2 KV"),
+    (
+        "expanded out",
+        {"out": torch.empty(2, 1, 4, 16).expand(2, 5, 4, 16)},
+        ValueError,
+        "out: expected a tensor to write to, got an expanded one",
+    ),
     ("no heads", {"q": torch.randn(2, 5, 0, 16)}, ValueError, "q: expected a multiple .*got 0"),
     ("head dim", {"q": torch.randn(2, 5, 4, 8)}, ValueError, "k_cache: expected shape"),
     ("batch", {"k_cache": torch.randn(3, 20, 2, 16)}, ValueError, "k_cache: expected shape"),

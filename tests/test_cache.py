@@ -252,6 +252,12 @@ WRONG_WRITE = [
     ("rows", {"v": torch.zeros(2, 4, 2, 8)}, ValueError, "v: expected shape"),
     ("heads", {"k_cache": torch.zeros(2, 9, 1, 8)}, ValueError, "k_cache: expected the 2 heads"),
     ("batch", {"v_cache": torch.zeros(3, 9, 2, 8)}, ValueError, "v_cache: expected shape"),
+    (
+        "expanded",
+        {"k_cache": torch.zeros(1, 9, 2, 8).expand(2, -1, -1, -1)},
+        ValueError,
+        "k_cache: expected a tensor to write to, got an expanded one",
+    ),
     ("strides", {"k": torch.zeros(2, 3, 8, 2).mT}, ValueError, "k: expected a contiguous last"),
     ("lens", {"prefix_lens": lens(1, 2).long()}, TypeError, "prefix_lens: expected dtype int32"),
     ("lengths", {"lengths": lens(1)}, ValueError, "lengths: expected shape"),
@@ -285,6 +291,12 @@ def compact_arguments() -> dict[str, object]:
 
 
 WRONG_COMPACT = [
+    (
+        "expanded",
+        {"kv_caches": [torch.zeros(1, 9, 2, 8).expand(2, -1, -1, -1)]},
+        ValueError,
+        r"kv_caches\[0\]: expected a tensor to write to, got an expanded one",
+    ),
     (
         "int64",
         {"accept_index": torch.zeros(2, 3).long()},

@@ -388,6 +388,15 @@ EXTEND = {
         ({"beam": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, "beam: expected shape"),
         ({"beam": i32([[0, 0]])}, TypeError, "beam: expected dtype int64, got int32"),
         ({"level": -1}, ValueError, "level: expected at least 0, got -1"),
+        (
+            {
+                "candidate_parents": torch.zeros(1, 6, dtype=torch.int32).expand(2, 6),
+                "draft_mask": torch.zeros(2, 2, 1, dtype=torch.int64),
+                "beam": torch.zeros(2, 2, dtype=torch.int64),
+            },
+            ValueError,
+            "candidate_parents: expected a tensor to write to",
+        ),
         # level * K^2 is 0 modulo 2^64
         ({"level": 2**62}, ValueError, "candidate_parents: expected at least"),
         (

@@ -238,6 +238,11 @@ def test_the_oracle_runs_on_request_only(value, expected, monkeypatch):
         assert "EAGLE2_BACKEND: expected 'compiled' or 'reference', got 'fast'" in run.stderr
 
 
+def test_an_empty_backend_is_none(monkeypatch):
+    monkeypatch.setenv("EAGLE2_BACKEND", "")
+    assert ops.backend() == "compiled"
+
+
 def test_validation_by_environment(monkeypatch):
     code = """
 import torch, eagle2_kernels

@@ -270,6 +270,16 @@ def test_a_draft_model_that_loses_rows():
         )
 
 
+def test_widths_that_do_not_fit_are_named(target_model):
+    def other_width(hidden, tokens):
+        return torch.zeros(len(tokens), 61), torch.zeros(len(tokens), 7)
+
+    with pytest.raises(ValueError, match="draft_model: expected hidden_states of the width .*7"):
+        eagle2_generate_tree(other_width, torch.zeros(1, 4, 8), PROMPT)
+    with pytest.raises(ValueError, match="hidden_states: expected the head's width 32, got 8"):
+        eagle2_generate_tree(tiny_head(target_model), torch.zeros(1, 4, 8), PROMPT)
+
+
 def test_a_tree_without_its_prefix(target_model):
     tree = eagle2_generate_tree(plain_draft, last_hidden(target_model, PROMPT)[:, :-1], PROMPT)
     with pytest.raises(ValueError, match="prefix_ids"):

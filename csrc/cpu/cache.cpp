@@ -85,6 +85,8 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
   const Rows from[2] = {rows_of(k, "k"), rows_of(v, "v")};
   const Rows to[2] = {rows_of(k_cache, "k_cache"), rows_of(v_cache, "v_cache")};
   const int64_t batch = from[0].size[0], nodes = from[0].size[1], heads = from[0].size[2];
+  check_written(k_cache, "k_cache");
+  check_written(v_cache, "v_cache");
   const char* names[2][2] = {{"k", "k_cache"}, {"v", "v_cache"}};
   const Tensor* dtypes[2][2] = {{&k, &k_cache}, {&v, &v_cache}};
   for (int i = 0; i < 2; ++i) {
@@ -141,6 +143,7 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index
   caches.reserve(kv_caches.size());
   for (const Tensor& cache : kv_caches) {
     caches.push_back(rows_of(cache, "kv_caches"));
+    check_written(cache, "kv_caches");
     bytes = std::max(bytes, index.size[1] * caches.back().size[2] * caches.back().row);
     Places(caches.back(), "kv_caches", batch, table, page_table.has_value());
   }

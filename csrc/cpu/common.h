@@ -79,6 +79,17 @@ void check_type(const Tensor& tensor, const char* name) {
 
 }  // namespace detail
 
+// A tensor that is written must not show one element at several places, as an expanded one does.
+inline void check_written(const Tensor& tensor, const char* name) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (sizes[i] > 1 && strides[i] == 0) {
+      fail(name, ": expected a tensor to write to, got one expanded in dimension ", i);
+    }
+  }
+}
+
 // View of the argument `name`, after checking its dtype and number of dimensions.
 template <typename T, int Rank>
 View<const T, Rank> view(const Tensor& tensor, const char* name) {
@@ -89,6 +100,7 @@ View<const T, Rank> view(const Tensor& tensor, const char* name) {
 template <typename T, int Rank>
 View<T, Rank> mutable_view(const Tensor& tensor, const char* name) {
   detail::check_type<T, Rank>(tensor, name);
+  check_written(tensor, name);
   return detail::make_view<T, Rank>(tensor, static_cast<T*>(tensor.mutable_data_ptr()));
 }
 
