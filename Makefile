@@ -2,7 +2,7 @@
 # Stamps are written last, so an interrupted target is simply run again.
 
 PYTHON ?= python3
-PROMPT ?= Explain in a few sentences why the sky is blue.
+PROMPT ?= What is a binary search? Answer in a few sentences.
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TRAIN_ARGS ?=

@@ -114,7 +114,13 @@ def test_tree_draws_the_first_step():
         (0.1, 0.06, None, True, "identical: no, first difference at token 3: plain 7, tree 8"),
         (0.1, 0.04, None, False, "NOT explained by rounding"),
         (0.1, 0.06, False, False, "4-row forwards differs too"),
-        (0.1, 0.06, True, True, "identical: yes, to plain decoding in 4-row forwards"),
+        (
+            0.1,
+            0.06,
+            True,
+            True,
+            "identical: yes, bit for bit with plain decoding in 4-row forwards",
+        ),
     ],
     ids=["tie", "real difference", "padded differs", "padded agrees"],
 )
