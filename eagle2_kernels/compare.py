@@ -86,7 +86,8 @@ class Comparison:
         kind = "a rounding tie" if d.legal else "NOT explained by rounding"
         if self.identical_when_padded:
             return (
-                f"identical: yes, bit for bit with plain decoding in {self.row_floor}-row forwards\n"
+                "identical: yes, bit for bit with plain decoding in "
+                f"{self.row_floor}-row forwards\n"
                 f"(one-row forwards round differently here and part {where}: {kind})"
             )
         text = f"identical: no, first difference {where}: {kind}"
