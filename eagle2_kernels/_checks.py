@@ -109,3 +109,24 @@ def values_in(name: str, value: Tensor, low: float, high: float) -> None:
         raise ValueError(
             f"{name}[{place}]: expected a value from {low} to {high}, got {value[at].item()}"
         )
+
+
+def vocabulary_map(name: str, ids: Tensor, vocab_size: int) -> None:
+    """A draft vocabulary's target ids [V]: in the target's vocabulary, no two alike (host read)."""
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integer target ids, got {str(ids.dtype)[6:]}")
+    if ids.dim() != 1 or not len(ids):
+        raise ValueError(
+            f"{name}: expected at least one target id, in one dimension, got shape "
+            f"{tuple(ids.shape)}"
+        )
+    values_in(name, ids, 0, vocab_size - 1)
+    ordered, entries = ids.sort(stable=True)
+    later = entries[1:][ordered[1:] == ordered[:-1]]
+    if later.numel():
+        at = int(later.min())
+        first = int((ids == ids[at]).nonzero()[0])
+        raise ValueError(
+            f"{name}[{at}]: expected distinct target ids, got {int(ids[at])}, which "
+            f"{name}[{first}] is too ({later.numel()} repeated in all)"
+        )

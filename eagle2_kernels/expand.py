@@ -83,13 +83,7 @@ def _check_expand_topk(
         _checks.tensor("draft_to_target", draft_to_target, torch.int64, (v,), "[V]")
     _checks.same_device(logits=logits, beam_scores=beam_scores, draft_to_target=draft_to_target)
     if values and draft_to_target is not None:
-        _checks.values_in("draft_to_target", draft_to_target, 0, 2**31 - 1)
-        ids, counts = draft_to_target.unique(return_counts=True)
-        if bool((counts > 1).any()):
-            twice = ids[counts > 1][0].item()
-            raise ValueError(
-                f"draft_to_target: expected distinct target ids, got {twice} more than once"
-            )
+        _checks.vocabulary_map("draft_to_target", draft_to_target, 2**31)
 
 
 def extend_draft_tree(

@@ -353,7 +353,11 @@ def test_wrong_arguments_are_named(change, error, message):
 @pytest.mark.parametrize(
     ("draft_to_target", "message"),
     [
-        (torch.tensor([0, 1, 2, 2, 4]), "distinct target ids, got 2 more than once"),
+        (
+            torch.tensor([4, 1, 2, 2, 4]),
+            r"draft_to_target\[3\]: expected distinct target ids, got 2, which "
+            r"draft_to_target\[2\] is too \(2 repeated in all\)",
+        ),
         (torch.tensor([0, 1, -2, 3, 4]), r"draft_to_target\[2\]: expected a value from 0"),
     ],
     ids=["repeated", "negative"],

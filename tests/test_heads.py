@@ -195,15 +195,37 @@ def test_embedding_is_shared_with_the_target(target):
     ("vocab", "error", "match"),
     [
         (8, TypeError, "got a bare int"),
-        ([1, 1], ValueError, "1 repeated"),
-        ([0, 97], ValueError, r"ids in \[0, 97\), got 0 .. 97"),
-        ([], ValueError, "got none"),
+        ([4, 1, 1], ValueError, r"draft_vocab\[2\]: .* got 1, which draft_vocab\[1\] is too"),
+        ([0, 97], ValueError, r"draft_vocab\[1\]: expected a value from 0 to 96, got 97"),
+        ([], ValueError, r"draft_vocab: expected at least one target id, .* got shape \(0,\)"),
     ],
     ids=["count", "repeated", "out-of-range", "empty"],
 )
 def test_bad_draft_vocabularies_are_refused(target, vocab, error, match):
     with pytest.raises(error, match=match):
         EagleHead.from_target(target, vocab)
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([5, 2, 5], r"draft_to_target\[2\]: .* got 5, which draft_to_target\[0\] is too"),
+        ([5, -1, 60], r"draft_to_target\[1\]: expected a value from 0 to 96, got -1"),
+        ([5, 2, 97], r"draft_to_target\[2\]: .* got 97"),
+        ([[5], [2], [60]], r"in one dimension, got shape \(3, 1\)"),
+    ],
+    ids=["repeated", "negative", "past the vocabulary", "two dimensions"],
+)
+def test_a_head_is_not_made_or_loaded_with_a_bad_vocabulary_map(target, tmp_path, ids, match):
+    good = EagleHead.from_target(target, [5, 2, 60])
+    with pytest.raises(ValueError, match=match):
+        EagleHead(good.config, torch.tensor(ids))
+    with pytest.raises(TypeError, match="draft_to_target: expected integer target ids, got float"):
+        EagleHead(good.config, torch.tensor(ids).float())
+    good.draft_to_target = torch.tensor(ids)
+    good.save(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        EagleHead.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("vocab", [None, [5, 2, 60]], ids=["full", "draft-vocab"])

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import _checks
+
 __all__ = ["EagleConfig", "EagleHead"]
 
 _WEIGHTS = "model.safetensors"
@@ -165,6 +167,7 @@ class EagleHead(nn.Module):
                 f"draft_to_target: expected {expected} ids (config.draft_vocab_size), got {got}"
             )
         if draft_to_target is not None:
+            _checks.vocabulary_map("draft_to_target", draft_to_target, config.vocab_size)
             draft_to_target = draft_to_target.to(device=device, dtype=torch.int64)
         self.register_buffer("draft_to_target", draft_to_target)
         self.register_buffer("embed_weight", None, persistent=False)
@@ -209,7 +212,7 @@ class EagleHead(nn.Module):
             table = torch.as_tensor(draft_vocab).to(torch.int64).reshape(-1).clone()
         shape = EagleConfig.from_target(config, None if table is None else table.numel())
         if table is not None:
-            _check_draft_vocab(table, shape.vocab_size)
+            _checks.vocabulary_map("draft_vocab", table, shape.vocab_size)
         weight = model.get_input_embeddings().weight
         dtype = weight.dtype if dtype is None else dtype
         head = cls(shape, table, dtype=dtype, device=weight.device)
@@ -300,9 +303,6 @@ class EagleHead(nn.Module):
         config.fc_bias = "fc.bias" in state
         config.attention_bias = "layers.0.self_attn.q_proj.bias" in state
         table = state.pop("draft_to_target", None)
-        if table is not None:
-            table = table.to(torch.int64)
-            _check_draft_vocab(table, config.vocab_size)
         embedding = state.pop("embed_tokens.weight", None)
         file_dtype = next((v.dtype for v in state.values()), torch.bfloat16)
         device = None
@@ -429,17 +429,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x32 = x.float()
     first, second = x32.chunk(2, dim=-1)
     return (x32 * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-
-def _check_draft_vocab(table: Tensor, vocab_size: int) -> None:
-    if table.numel() == 0:
-        raise ValueError("draft_vocab: expected at least one target id, got none")
-    low, high = int(table.min()), int(table.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"draft_vocab: expected ids in [0, {vocab_size}), got {low} .. {high}")
-    repeated = table.numel() - table.unique().numel()
-    if repeated:
-        raise ValueError(f"draft_vocab: expected distinct ids, got {repeated} repeated")
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
