@@ -6,6 +6,7 @@ PROMPT ?= What is a binary search? Answer in a few sentences.
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TRAIN_ARGS ?=
+LOAD_ARGS ?=
 # what pip says while .venv is made; `make QUIET= demo` shows all of it
 QUIET ?= --quiet
 
@@ -21,7 +22,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test lint format bench train cuda clean distclean
+.PHONY: setup demo test lint format bench load train cuda clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -46,6 +47,10 @@ format: setup
 
 bench: setup
 	$(CPU)/bin/python bench $(BENCH_ARGS)
+
+# 100 000 decode steps against plain decoding: some minutes
+load: setup
+	$(CPU)/bin/python bench/load.py $(LOAD_ARGS)
 
 train: setup
 	$(CPU)/bin/eagle2 train $(TRAIN_ARGS)
