@@ -348,6 +348,39 @@ struct TreeOut {
   }
 };
 
+// Writes the tree of the root and of the `keep` candidates in `kept` (depth << 32 | candidate,
+// ascending; every candidate's parent among them). Without a root the request is inactive.
+template <class Team>
+EAGLE2_HD void write_tree(const Team& team, const Candidates& c, const int32_t* depth,
+                          const uint64_t* kept, int32_t keep, bool rooted, int64_t root_token,
+                          int64_t prefix_len, int32_t max_nodes, const TreeOut& out) {
+  const int32_t n = rooted ? keep + 1 : 0;
+  for (int32_t slot = team.rank(); slot < max_nodes; slot += team.size()) {
+    int64_t token = 0;
+    int32_t parent = -1, slot_depth = 0;
+    float score = slot == 0 && n > 0 ? 0.0f : minus_infinity();
+    if (slot == 0 && n > 0) token = root_token;
+    if (slot > 0 && slot < n) {
+      const int32_t candidate = static_cast<int32_t>(kept[slot - 1] & 0xffffffffu);
+      const int32_t from = c.parents[candidate];
+      token = c.tokens[candidate];
+      score = c.scores[candidate];
+      slot_depth = depth[candidate];
+      const uint64_t above =
+          static_cast<uint64_t>(slot_depth - 1) << 32 | static_cast<uint32_t>(from);
+      parent = from < 0 ? 0 : 1 + find_key(kept, keep, above);
+    }
+    out.draft_tokens[slot] = token;
+    out.parents[slot] = parent;
+    out.depths[slot] = slot_depth;
+    out.scores[slot] = score;
+  }
+  if (team.rank() == 0) *out.num_nodes = n;
+  team.sync();
+  describe_slots(team, TreeView{out.parents, out.depths, n, max_nodes}, prefix_len,
+                 out.position_ids, out.first_child, out.next_sibling, out.tree_mask);
+}
+
 // build_tree for one request. `slot_limit` bounds the slots, root included (none left: the request
 // is inactive), `depth_limit` the depth of the deepest kept candidate.
 template <class Team>
@@ -370,7 +403,6 @@ EAGLE2_HD void build_tree(const Team& team, const Candidates& c, int64_t root_to
   team.sync();
   const int32_t room = static_cast<int32_t>(clamp_index(slot_limit, 0, max_nodes));
   const int32_t keep = room <= 0 ? 0 : (room - 1 < s.shared[3] ? room - 1 : s.shared[3]);
-  const int32_t n = room <= 0 ? 0 : keep + 1;
   if (keep > 0) {
     uint64_t threshold = 0;
     if (keep < s.shared[3]) {
@@ -385,31 +417,118 @@ EAGLE2_HD void build_tree(const Team& team, const Candidates& c, int64_t root_to
     team.sync();
     sort_keys(team, s.kept, capacity);
   }
+  write_tree(team, c, depth, s.kept, keep, room > 0, root_token, prefix_len, max_nodes, out);
+}
 
-  for (int32_t slot = team.rank(); slot < max_nodes; slot += team.size()) {
-    int64_t token = 0;
-    int32_t parent = -1, slot_depth = 0;
-    float score = slot == 0 && n > 0 ? 0.0f : minus_infinity();
-    if (slot == 0 && n > 0) token = root_token;
-    if (slot > 0 && slot < n) {
-      const int32_t candidate = static_cast<int32_t>(s.kept[slot - 1] & 0xffffffffu);
-      const int32_t from = c.parents[candidate];
-      token = c.tokens[candidate];
-      score = c.scores[candidate];
-      slot_depth = depth[candidate];
-      const uint64_t above =
-          static_cast<uint64_t>(slot_depth - 1) << 32 | static_cast<uint32_t>(from);
-      parent = from < 0 ? 0 : 1 + find_key(s.kept, keep, above);
-    }
-    out.draft_tokens[slot] = token;
-    out.parents[slot] = parent;
-    out.depths[slot] = slot_depth;
-    out.scores[slot] = score;
+// The best prefixes of independent positions: a tree without a draft head run per level.
+
+// `depth` positions of one request with `top_k` tokens each, log-probabilities descending. An entry
+// counts for no more than 0 and no more than the entry before it, NaN as -inf: so a prefix ranks
+// below its parent and below its previous sibling, whatever came.
+struct Marginals {
+  const int64_t* tokens;   // [depth, top_k]
+  const float* log_probs;  // [depth, top_k]
+  int32_t depth, top_k;
+};
+
+// A prefix whose parent is taken and whose previous sibling is: the next to be taken, or later.
+struct OpenPrefix {
+  float score;
+  float log_prob;  // what its last token counts for
+  int32_t depth, rank;
+  int32_t parent;  // index of the taken prefix it extends, -1: the root
+};
+
+// Scratch of build_tree_from_marginals for one request: [max_nodes] each, but `kept`.
+struct MarginalsScratch {
+  OpenPrefix* open;  // a heap, the next prefix first; a prefix taken opens two at most
+  int64_t* tokens;   // of the prefixes taken, in the order they were taken; as the next
+  float* scores;
+  int32_t* parents;
+  int32_t* depths;
+  uint64_t* kept;   // [sort_capacity(max_nodes)] depth << 32 | prefix
+  int32_t* shared;  // [1] prefixes taken
+};
+
+EAGLE2_HD bool comes_before(const OpenPrefix& a, const OpenPrefix& b) {
+  if (a.score != b.score) return a.score > b.score;
+  if (a.depth != b.depth) return a.depth < b.depth;
+  if (a.rank != b.rank) return a.rank < b.rank;
+  return a.parent < b.parent;
+}
+
+EAGLE2_HD void push_prefix(OpenPrefix* heap, int32_t count, const OpenPrefix& added) {
+  int32_t at = count;
+  while (at > 0 && comes_before(added, heap[(at - 1) / 2])) {
+    heap[at] = heap[(at - 1) / 2];
+    at = (at - 1) / 2;
   }
-  if (team.rank() == 0) *out.num_nodes = n;
+  heap[at] = added;
+}
+
+// Takes the first of `count` prefixes off the heap.
+EAGLE2_HD OpenPrefix pop_prefix(OpenPrefix* heap, int32_t count) {
+  const OpenPrefix top = heap[0], moved = heap[count - 1];
+  const int32_t left = count - 1;
+  int32_t at = 0;
+  for (int32_t child = 1; child < left; child = 2 * at + 1) {
+    if (child + 1 < left && comes_before(heap[child + 1], heap[child])) ++child;
+    if (!comes_before(heap[child], moved)) break;
+    heap[at] = heap[child];
+    at = child;
+  }
+  if (left > 0) heap[at] = moved;
+  return top;
+}
+
+// Best-first: taking a prefix opens its next sibling and its first child. Takes at most `wanted`
+// prefixes of at most `deepest` tokens and returns how many there were above -inf.
+EAGLE2_HD int32_t take_best_prefixes(const Marginals& m, int32_t wanted, int64_t deepest,
+                                     const MarginalsScratch& s) {
+  int32_t count = 0, taken = 0;
+  const auto open = [&](int32_t depth, int32_t rank, int32_t parent, float bound) {
+    if (depth > m.depth || depth > deepest || rank >= m.top_k) return;
+    const float own = m.log_probs[(depth - 1) * int64_t{m.top_k} + rank];
+    const float log_prob = own == own ? (own < bound ? own : bound) : minus_infinity();
+    const float score = (parent < 0 ? 0.0f : s.scores[parent]) + log_prob;
+    if (score > minus_infinity()) {
+      push_prefix(s.open, count++, OpenPrefix{score, log_prob, depth, rank, parent});
+    }
+  };
+  if (wanted > 0) open(1, 0, -1, 0.0f);
+  while (taken < wanted && count > 0) {
+    const OpenPrefix next = pop_prefix(s.open, count--);
+    s.tokens[taken] = m.tokens[(next.depth - 1) * int64_t{m.top_k} + next.rank];
+    s.scores[taken] = next.score;
+    s.parents[taken] = next.parent;
+    s.depths[taken] = next.depth;
+    open(next.depth, next.rank + 1, next.parent, next.log_prob);
+    open(next.depth + 1, 0, taken, 0.0f);
+    ++taken;
+  }
+  return taken;
+}
+
+// build_tree_from_marginals for one request; limits as in build_tree. One member searches, which is
+// a matter of `max_nodes` heap steps; the team writes.
+template <class Team>
+EAGLE2_HD void build_tree_from_marginals(const Team& team, const Marginals& m, int64_t root_token,
+                                         int64_t prefix_len, int32_t max_nodes, int64_t slot_limit,
+                                         int64_t depth_limit, const MarginalsScratch& s,
+                                         const TreeOut& out) {
+  const int32_t room = static_cast<int32_t>(clamp_index(slot_limit, 0, max_nodes));
+  const int32_t capacity = sort_capacity(max_nodes);
+  if (team.rank() == 0) s.shared[0] = take_best_prefixes(m, room - 1, depth_limit, s);
   team.sync();
-  describe_slots(team, TreeView{out.parents, out.depths, n, max_nodes}, prefix_len,
-                 out.position_ids, out.first_child, out.next_sibling, out.tree_mask);
+  const int32_t keep = s.shared[0];
+  for (int32_t i = team.rank(); i < capacity; i += team.size()) {
+    s.kept[i] = i < keep ? static_cast<uint64_t>(s.depths[i]) << 32 | static_cast<uint32_t>(i)
+                         : ~uint64_t{0};
+  }
+  team.sync();
+  sort_keys(team, s.kept, capacity);
+  write_tree(team, Candidates{s.tokens, s.scores, s.parents, keep}, s.depths, s.kept, keep,
+             room > 0, root_token, prefix_len, max_nodes, out);
 }
 
 // Growing the tree.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .expand import expand_topk, extend_draft_tree
     from .flatten import (
         build_tree,
+        build_tree_from_marginals,
         flatten_tree,
         pack_tree_mask,
         retrieve_indices,
@@ -49,6 +50,7 @@ _HOME = {
     "expand_topk": "expand",
     "extend_draft_tree": "expand",
     "build_tree": "flatten",
+    "build_tree_from_marginals": "flatten",
     "flatten_tree": "flatten",
     "pack_tree_mask": "flatten",
     "retrieve_indices": "flatten",
@@ -70,6 +72,7 @@ __all__ = [
     "TreeConfig",
     "__version__",
     "build_tree",
+    "build_tree_from_marginals",
     "compact_kv",
     "eagle2_generate_tree",
     "expand_topk",

@@ -13,10 +13,14 @@ from .tree import DraftTree
 
 _ops = getattr(torch.ops, ops.NAMESPACE)
 _build_tree = _ops.build_tree.default
+_build_tree_from_marginals = _ops.build_tree_from_marginals.default
 _flatten_tree = _ops.flatten_tree.default
 _retrieve_indices = _ops.retrieve_indices.default
 _pack_tree_mask = _ops.pack_tree_mask.default
 _unpack_tree_mask = _ops.unpack_tree_mask.default
+
+_ROUNDING = 1e-5
+"""How far above 0 rounding may leave the logarithm of a probability of 1."""
 
 
 def build_tree(
@@ -134,6 +138,118 @@ def _check_build_tree(
                     f"candidate_tokens[{r}, {c}]: expected siblings to differ, got token "
                     f"{tokens[c]} of candidate {twin}, which has the same parent"
                 )
+
+
+def build_tree_from_marginals(
+    root_tokens: Tensor,
+    prefix_lens: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    max_nodes: int,
+    limits: Tensor | None = None,
+    *,
+    validate: bool = False,
+) -> DraftTree:
+    r"""The ``max_nodes - 1`` most probable prefixes when every position is drafted on its own.
+
+    ::
+
+        position    1           2                       root
+        tokens    a    b      x    y                   /    \
+        log p   -.1  -2.4   -.4  -1.2          -0.1   a      b   -2.4
+                                                     / \
+        max_nodes = 5                         -0.5  x   y  -1.3
+
+    A block drafter gives each position one distribution that knows nothing of the tokens chosen
+    before it, so a prefix of ranks (r_1, .., r_d) scores log_probs[0, r_1] + .. +
+    log_probs[d-1, r_d], summed in float32 from the root. Prefixes are taken best-first: taking one
+    opens its next sibling and its first child; ties go to the smaller depth, then the smaller rank,
+    then the parent that was taken earlier. Slots are ordered by (depth, order of being taken).
+
+    An entry counts for no more than 0 and no more than the entries before it in its level, NaN for
+    -inf; a prefix of -inf is never taken: the tree shrinks and ``num_nodes`` says so.
+
+    Args:
+        root_tokens: [B] int64, the last committed token of each request.
+        prefix_lens: [B] int32, tokens in the cache; the root's position.
+        tokens: [B, D, K] int64, the K best tokens of each of the D next positions.
+        log_probs: [B, D, K] float32, their log-probabilities (nats), descending in each position.
+        max_nodes: N, slots of the flat tree, root included.
+        limits: [B, 2] int32 (slots, depth) bounds of each request, as in `build_tree`.
+        validate: check order, sign and distinct tokens of each position too (reads them back to
+            the host).
+
+    Returns:
+        A `DraftTree` of N slots. Shapes do not depend on the limits: the rest is padding.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or value, or requires grad in grad mode.
+
+    Source: the tree of DDTree, arXiv 2604.12989.
+    """
+    _checks.refuse_grad(log_probs=log_probs)
+    return DraftTree(
+        *_checks.call(
+            _build_tree_from_marginals,
+            _check_build_tree_from_marginals,
+            validate,
+            root_tokens,
+            prefix_lens,
+            tokens,
+            log_probs,
+            max_nodes,
+            limits,
+        )
+    )
+
+
+def _check_build_tree_from_marginals(
+    root_tokens: Tensor,
+    prefix_lens: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    max_nodes: int,
+    limits: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    _checks.tensor("root_tokens", root_tokens, torch.int64, (None,), "[B]")
+    b = root_tokens.shape[0]
+    _checks.tensor("prefix_lens", prefix_lens, torch.int32, (b,), "[B]")
+    _checks.tensor("tokens", tokens, torch.int64, (b, None, None), "[B, D, K]")
+    shape = tuple(tokens.shape)
+    _checks.tensor("log_probs", log_probs, torch.float32, shape, "[B, D, K]")
+    _checks.integer("max_nodes", max_nodes, 1)
+    if limits is not None:
+        _checks.tensor("limits", limits, torch.int32, (b, 2), "[B, 2]")
+    _checks.same_device(
+        root_tokens=root_tokens,
+        prefix_lens=prefix_lens,
+        tokens=tokens,
+        log_probs=log_probs,
+        limits=limits,
+    )
+    if not values:
+        return
+    _checks.values_in("prefix_lens", prefix_lens, 0, 2**31 - 1)
+    live = torch.where(log_probs.isnan(), float("-inf"), log_probs)
+    _checks.values_in("log_probs", live, float("-inf"), _ROUNDING)
+    rises = (live[..., 1:] > live[..., :-1]).nonzero()
+    if len(rises):
+        r, d, k = rises[0].tolist()
+        raise ValueError(
+            f"log_probs[{r}, {d}, {k + 1}]: expected descending order in a position, got "
+            f"{log_probs[r, d, k + 1].item()} after {log_probs[r, d, k].item()}"
+        )
+    same = (tokens[..., :, None] == tokens[..., None, :]) & (live > float("-inf"))[..., None]
+    twins = same.tril(-1).nonzero()
+    if len(twins):
+        r, d, k, earlier = twins[0].tolist()
+        raise ValueError(
+            f"tokens[{r}, {d}, {k}]: expected distinct tokens in a position, got "
+            f"{tokens[r, d, k].item()}, which entry {earlier} has too"
+        )
 
 
 def flatten_tree(

@@ -106,16 +106,8 @@ def _structure(like: Tensor, b: int, n: int) -> Outputs:
     )
 
 
-def _build_tree(
-    root_tokens: Tensor,
-    prefix_lens: Tensor,
-    candidate_tokens: Tensor,
-    candidate_scores: Tensor,
-    candidate_parents: Tensor,
-    max_nodes: int,
-    limits=None,
-) -> Outputs:
-    b, n = root_tokens.shape[0], max_nodes
+def _tree(root_tokens: Tensor, n: int) -> Outputs:
+    b = root_tokens.shape[0]
     depths, position_ids, first_child, next_sibling, tree_mask = _structure(root_tokens, b, n)
     return (
         _i64(root_tokens, b, n),
@@ -128,6 +120,29 @@ def _build_tree(
         tree_mask,
         _i32(root_tokens, b),
     )
+
+
+def _build_tree(
+    root_tokens: Tensor,
+    prefix_lens: Tensor,
+    candidate_tokens: Tensor,
+    candidate_scores: Tensor,
+    candidate_parents: Tensor,
+    max_nodes: int,
+    limits=None,
+) -> Outputs:
+    return _tree(root_tokens, max_nodes)
+
+
+def _build_tree_from_marginals(
+    root_tokens: Tensor,
+    prefix_lens: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    max_nodes: int,
+    limits=None,
+) -> Outputs:
+    return _tree(root_tokens, max_nodes)
 
 
 def _flatten_tree(parents: Tensor, num_nodes: Tensor, prefix_lens: Tensor) -> Outputs:
@@ -205,6 +220,17 @@ _FILTERS = (
     "Tensor? allowed_mask=None"
 )
 _LINKS = "Tensor draft_tokens, Tensor first_child, Tensor next_sibling"
+_TREE = (
+    "draft_tokens",
+    "parents",
+    "depths",
+    "position_ids",
+    "scores",
+    "first_child",
+    "next_sibling",
+    "tree_mask",
+    "num_nodes",
+)
 _ACCEPTED = ("accept_index", "accept_length", "bonus_token")
 
 OPS: tuple[Op, ...] = (
@@ -235,20 +261,19 @@ OPS: tuple[Op, ...] = (
         "build_tree",
         "Tensor root_tokens, Tensor prefix_lens, Tensor candidate_tokens, Tensor candidate_scores, "
         "Tensor candidate_parents, SymInt max_nodes, Tensor? limits=None",
-        (
-            "draft_tokens",
-            "parents",
-            "depths",
-            "position_ids",
-            "scores",
-            "first_child",
-            "next_sibling",
-            "tree_mask",
-            "num_nodes",
-        ),
+        _TREE,
         reference.build_tree,
         _build_tree,
         "re-rank the candidates of all levels and flatten the best into a DraftTree",
+    ),
+    Op(
+        "build_tree_from_marginals",
+        "Tensor root_tokens, Tensor prefix_lens, Tensor tokens, Tensor log_probs, "
+        "SymInt max_nodes, Tensor? limits=None",
+        _TREE,
+        reference.build_tree_from_marginals,
+        _build_tree_from_marginals,
+        "the best prefixes of independent per-position distributions, as a DraftTree",
     ),
     Op(
         "flatten_tree",

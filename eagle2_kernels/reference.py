@@ -161,6 +161,71 @@ def build_tree(
     )
 
 
+def _best_prefixes(
+    rows: list[list[float]], wanted: int, deepest: int
+) -> list[tuple[float, int, int, int]]:
+    """(-score, depth, rank, parent) of the best prefixes, in the order they are found.
+
+    Taking a prefix opens its next sibling and its first child; of the open ones the next is the
+    least tuple. ``parent`` is an index into the result, -1 the root.
+    """
+    taken: list[tuple[float, int, int, int]] = []
+    opened = [(1, 0, -1)]
+    frontier: list[tuple[float, int, int, int]] = []
+    while len(taken) < wanted:
+        for depth, rank, parent in opened:
+            if depth > min(len(rows), deepest) or rank >= len(rows[depth - 1]):
+                continue
+            above = -taken[parent][0] if parent >= 0 else 0.0
+            score = float(torch.tensor(above + rows[depth - 1][rank], dtype=torch.float32))
+            if score > NEG_INF:
+                frontier.append((-score, depth, rank, parent))
+        if not frontier:
+            break
+        best = min(frontier)
+        frontier.remove(best)
+        taken.append(best)
+        _, depth, rank, parent = best
+        opened = [(depth, rank + 1, parent), (depth + 1, 0, len(taken) - 1)]
+    return taken
+
+
+def build_tree_from_marginals(
+    root_tokens: Tensor,
+    prefix_lens: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    max_nodes: int,
+    limits: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The best ``max_nodes - 1`` prefixes by summed log-probability, found best-first."""
+    b, levels, top_k = tokens.shape
+    # An entry counts for no more than 0 and than those before it in its level: no prefix outranks
+    # its parent or its previous sibling.
+    counted = torch.where(log_probs.isnan(), NEG_INF, log_probs).clamp(max=0)
+    if top_k:
+        counted = counted.cummin(-1).values
+    candidate_tokens = tokens.new_zeros(b, max_nodes)
+    candidate_scores = log_probs.new_full((b, max_nodes), NEG_INF)
+    candidate_parents = torch.full((b, max_nodes), -1, dtype=torch.int32, device=tokens.device)
+    for r in range(b):
+        slots, deepest = (max_nodes, levels) if limits is None else limits[r].tolist()
+        found = _best_prefixes(counted[r].tolist(), min(slots, max_nodes) - 1, deepest)
+        for i, (cost, depth, rank, parent) in enumerate(found):
+            candidate_tokens[r, i] = tokens[r, depth - 1, rank]
+            candidate_scores[r, i] = -cost
+            candidate_parents[r, i] = parent
+    return build_tree(
+        root_tokens,
+        prefix_lens,
+        candidate_tokens,
+        candidate_scores,
+        candidate_parents,
+        max_nodes,
+        limits,
+    )
+
+
 def _ancestors(parents: list[int], count: int, slot: int) -> list[int] | None:
     """Slots from ``slot`` up to the root, or None when the walk does not reach slot 0."""
     walk: list[int] = []

@@ -1,8 +1,10 @@
-"""build_tree, flatten_tree, retrieve_indices and the mask words."""
+"""build_tree, build_tree_from_marginals, flatten_tree, retrieve_indices and the mask words."""
 
+import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from growth import i32, random_parents
@@ -232,6 +234,155 @@ def test_strided_candidates():
     assert_equal(got[:9], OPS.build_tree(torch.tensor([1]), i32([0]), tokens, scores, parents, 20))
 
 
+# build_tree_from_marginals
+
+
+def from_marginals(tokens, log_probs, max_nodes, limits=None, **kwargs) -> DraftTree:
+    """build_tree_from_marginals for one request from plain lists."""
+    return e2.build_tree_from_marginals(
+        torch.tensor([100]),
+        i32([7]),
+        torch.as_tensor(tokens)[None],
+        torch.as_tensor(log_probs, dtype=torch.float32)[None],
+        max_nodes,
+        None if limits is None else i32([limits]),
+        **kwargs,
+    )
+
+
+def random_marginals(depth, k, seed, ties=False):
+    """Distinct tokens and descending log-probabilities [depth, k] of each position."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.stack([torch.randperm(3 * k + 1, generator=g)[:k] for _ in range(depth)])
+    logits = torch.randn(depth, k, generator=g) * 2
+    log_probs = (logits.log_softmax(-1) * 2).round() / 2 if ties else logits.log_softmax(-1)
+    return tokens, log_probs.sort(-1, descending=True).values
+
+
+def best_prefixes_by_brute_force(log_probs, count):
+    """Every prefix of ranks above -inf, sorted by (score, depth, rank, the parent's own place)."""
+    depth, k = log_probs.shape
+    keys = {(): ()}
+    rows = log_probs.numpy()
+    for d in range(1, depth + 1):
+        for path in itertools.product(range(k), repeat=d):
+            score = np.float32(0)
+            for level, rank in enumerate(path):
+                score = np.float32(score + rows[level, rank])
+            keys[path] = (-float(score), d, path[-1], keys[path[:-1]])
+    del keys[()]
+    alive = [path for path in keys if keys[path][0] < float("inf")]
+    return sorted(alive, key=keys.get)[:count], keys
+
+
+MARGINALS = [(1, 1), (1, 6), (6, 1), (2, 2), (2, 7), (3, 4), (4, 3), (7, 2)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 33, 65, 400])
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize(("depth", "k"), MARGINALS, ids=lambda x: str(x))
+def test_marginals_give_the_best_of_all_prefixes(depth, k, ties, n):
+    tokens, log_probs = random_marginals(depth, k, depth * 31 + k, ties)
+    tree = from_marginals(tokens, log_probs, n)
+    check_tree(tree, i32([7]))
+    paths, keys = best_prefixes_by_brute_force(log_probs, n - 1)
+    kept = sorted(paths, key=lambda path: (len(path), keys[path]))
+    assert int(tree.num_nodes[0]) == len(kept) + 1
+    slot = {(): 0} | {path: i for i, path in enumerate(kept, start=1)}
+    for path in kept:
+        at = slot[path]
+        assert int(tree.parents[0, at]) == slot[path[:-1]]
+        assert int(tree.draft_tokens[0, at]) == int(tokens[len(path) - 1, path[-1]])
+        assert float(tree.scores[0, at]) == -keys[path][0]
+
+
+def test_marginals_of_certain_and_impossible_tokens():
+    tree = from_marginals(
+        [[5, 6, 7], [8, 9, 3]], [[0.0, NEG_INF, NEG_INF], [-1.0, -1.0, NAN]], 9, validate=True
+    )
+    assert tree.num_nodes.tolist() == [4]
+    assert tree.draft_tokens[0, :4].tolist() == [100, 5, 8, 9]
+    assert tree.scores[0, :4].tolist() == [0.0, 0.0, -1.0, -1.0]
+
+
+def test_marginals_with_equal_scores_go_by_depth_then_rank_then_parent():
+    # Every log-probability is 0: all prefixes tie, so the order of taking is (depth, rank, parent).
+    tree = from_marginals([[1, 2], [3, 4], [5, 6]], [[0.0] * 2] * 3, 8)
+    assert tree.draft_tokens[0].tolist() == [100, 1, 2, 3, 3, 4, 4, 5]
+    assert tree.parents[0].tolist() == [-1, 0, 0, 1, 2, 1, 2, 3]
+
+
+def test_marginals_with_one_choice_are_a_chain():
+    n = 65
+    log_probs = -torch.arange(n)[:, None].float() / 64
+    tree = from_marginals(torch.arange(n)[:, None], log_probs, n)
+    assert tree.draft_tokens[0].tolist() == [100, *range(n - 1)]
+    assert tree.parents[0].tolist() == list(range(-1, n - 1))
+
+
+entry = st.sampled_from([0.0, -0.0, -0.25, -1.0, -3.0, 2.0, NAN, NEG_INF, float("inf"), -3e38])
+
+
+@st.composite
+def hostile_marginals(draw):
+    b, depth, k = draw(st.integers(0, 3)), draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    count = b * depth * k
+    log_probs = draw(st.lists(entry, min_size=count, max_size=count))
+    limit = st.tuples(st.integers(-1, 40), st.integers(-1, 6))
+    limits = draw(st.none() | st.lists(limit, min_size=b, max_size=b))
+    tokens = torch.arange(count).view(b, depth, k)
+    shaped = torch.tensor(log_probs, dtype=torch.float32).view(b, depth, k)
+    return tokens, shaped, draw(st.integers(1, 70)), limits
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(hostile_marginals())
+def test_hostile_marginals_equal_the_oracle(case):
+    """Unsorted, positive, infinite and NaN entries; no position, no choice, no request."""
+    tokens, log_probs, n, limits = case
+    b = len(tokens)
+    args = (
+        torch.arange(b),
+        i32([4] * b),
+        tokens,
+        log_probs,
+        n,
+        None if limits is None else i32(limits).view(b, 2),
+    )
+    tree = e2.build_tree_from_marginals(*args)
+    assert_equal(tree[:9], reference.build_tree_from_marginals(*args))
+    check_tree(tree, i32([4] * b))
+
+
+@pytest.mark.parametrize("n", [*SIZES, 600, 1024])
+def test_marginals_of_any_size_equal_the_oracle(n):
+    rows = [random_marginals(8, 32, n + seed, ties=seed == 1) for seed in range(2)]
+    tokens, log_probs = (torch.stack(part) for part in zip(*rows, strict=True))
+    args = (torch.tensor([1, 2]), i32([5, 6]), tokens, log_probs, n)
+    assert_equal(
+        e2.build_tree_from_marginals(*args)[:9], reference.build_tree_from_marginals(*args)
+    )
+
+
+def test_marginals_and_build_tree_agree_on_the_whole_tree_of_candidates():
+    """The candidates of every prefix, re-ranked, are the prefixes found best-first."""
+    depth, k, n = 4, 3, 20
+    tokens, log_probs = random_marginals(depth, k, 5)
+    listed, scores, parents = [()], [0.0], [-1]
+    for path in listed:
+        if len(path) < depth:
+            for rank in range(k):
+                above = 0.0 if not path else scores[listed.index(path)]
+                scores.append(float(np.float32(above + log_probs[len(path), rank].item())))
+                parents.append(listed.index(path) - 1)
+                listed.append((*path, rank))
+    ids = [int(tokens[len(path) - 1, path[-1]]) for path in listed[1:]]
+    built = build(ids, scores[1:], parents[1:], n, prefix=7)
+    found = from_marginals(tokens, log_probs, n)
+    key = [(p.tokens, p.probability) for p in built.paths(leaves_only=False)[0]]
+    assert [(p.tokens, p.probability) for p in found.paths(leaves_only=False)[0]] == key
+
+
 # flatten_tree
 
 
@@ -454,6 +605,13 @@ def out_calls():
     tree = random_parents(20, generator)[None]
     return {
         "build_tree": (torch.tensor([1]), i32([4]), tokens, scores, parents, 70, i32([[30, 4]])),
+        "build_tree_from_marginals": (
+            torch.tensor([1]),
+            i32([4]),
+            *(x[None] for x in random_marginals(5, 6, 1, ties=True)),
+            70,
+            i32([[30, 4]]),
+        ),
         "flatten_tree": (tree, i32([15]), i32([4])),
         "retrieve_indices": (tree, i32([15]), 3),
         "pack_tree_mask": (torch.rand(3, 70) < 0.5,),
@@ -486,6 +644,13 @@ BUILD = {
     "candidate_parents": i32([[-1, 0]]),
     "max_nodes": 4,
 }
+MARGINAL = {
+    "root_tokens": torch.tensor([1]),
+    "prefix_lens": i32([0]),
+    "tokens": torch.tensor([[[3, 4], [5, 6]]]),
+    "log_probs": torch.tensor([[[-0.5, -1.0], [-0.2, -2.0]]]),
+    "max_nodes": 4,
+}
 FLATTEN = {"parents": i32([[-1, 0]]), "num_nodes": i32([2]), "prefix_lens": i32([0])}
 RETRIEVE = {"parents": i32([[-1, 0]]), "num_nodes": i32([2]), "max_depth": 2}
 
@@ -506,6 +671,48 @@ RETRIEVE = {"parents": i32([[-1, 0]]), "num_nodes": i32([2]), "max_depth": 2}
         ("build_tree", BUILD, {"candidate_parents": i32([[0]])}, ValueError, "candidate_parents"),
         ("build_tree", BUILD, {"max_nodes": 0}, ValueError, "max_nodes: expected at least 1"),
         ("build_tree", BUILD, {"limits": i32([[1]])}, ValueError, r"limits: .*\(1, 2\)"),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"tokens": torch.tensor([[3, 4]])},
+            ValueError,
+            r"tokens: expected shape \[B, D, K\]",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"tokens": i32([[[3, 4], [5, 6]]])},
+            TypeError,
+            "tokens: expected dtype int64",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"log_probs": torch.zeros(1, 2, 3)},
+            ValueError,
+            r"log_probs: .* = \(1, 2, 2\), got \(1, 2, 3\)",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"log_probs": torch.zeros(1, 2, 2).double()},
+            TypeError,
+            "log_probs: expected dtype float32, got float64",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"max_nodes": 0},
+            ValueError,
+            "max_nodes: expected at least 1, got 0",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"limits": i32([1, 2])},
+            ValueError,
+            r"limits: expected shape \[B, 2\]",
+        ),
         ("flatten_tree", FLATTEN, {"parents": i32([-1])}, ValueError, r"parents: .*\[B, N\]"),
         ("flatten_tree", FLATTEN, {"num_nodes": torch.tensor([2])}, TypeError, "num_nodes"),
         ("flatten_tree", FLATTEN, {"prefix_lens": i32([])}, ValueError, "prefix_lens"),
@@ -538,6 +745,30 @@ def test_wrong_arguments_are_named(function, base, change, error, message):
             "siblings to differ, got token 3 of candidate 0",
         ),
         ("build_tree", BUILD, {"prefix_lens": i32([-1])}, r"prefix_lens\[0\]: .* got -1"),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"log_probs": torch.tensor([[[-0.5, -1.0], [-0.2, -0.1]]])},
+            r"log_probs\[0, 1, 1\]: expected descending order in a position, got -0\.1",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"log_probs": torch.tensor([[[0.5, -1.0], [-0.2, -2.0]]])},
+            r"log_probs\[0, 0, 0\]: expected a value from -inf to .*, got 0\.5",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"tokens": torch.tensor([[[3, 4], [5, 5]]])},
+            r"tokens\[0, 1, 1\]: expected distinct tokens in a position, got 5",
+        ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"prefix_lens": i32([-1])},
+            r"prefix_lens\[0\]: .* got -1",
+        ),
         ("flatten_tree", FLATTEN, {"parents": i32([[-1, 5]])}, r"parents\[0, 1\]: .* got 5"),
         ("flatten_tree", FLATTEN, {"parents": i32([[-1, 1]])}, "no cycle"),
         ("flatten_tree", FLATTEN, {"parents": i32([[0, 0]])}, r"parents\[0, 0\]: expected -1"),
@@ -555,3 +786,7 @@ def test_validation_names_the_bad_value(function, base, change, message):
 def test_scores_that_require_grad_are_refused():
     with pytest.raises(ValueError, match="candidate_scores: .*does not require grad"):
         e2.build_tree(**(BUILD | {"candidate_scores": torch.zeros(1, 2, requires_grad=True)}))
+    with pytest.raises(ValueError, match="log_probs: .*does not require grad"):
+        e2.build_tree_from_marginals(
+            **(MARGINAL | {"log_probs": torch.zeros(1, 2, 2, requires_grad=True)})
+        )

@@ -49,6 +49,17 @@ def example(name: str) -> tuple[tuple, dict]:
             (torch.tensor([7, 8]), prefix, draft, rand(2, 5), parents, 4, i32([[4, 2], [3, 9]])),
             {},
         ),
+        "build_tree_from_marginals": (
+            (
+                torch.tensor([7, 8]),
+                prefix,
+                torch.arange(24).view(2, 3, 4),
+                rand(2, 3, 4).log_softmax(-1).sort(-1, descending=True).values,
+                6,
+                i32([[4, 2], [9, 9]]),
+            ),
+            {},
+        ),
         "flatten_tree": ((parents, counts, prefix), {}),
         "retrieve_indices": ((parents, counts, 2), {}),
         "pack_tree_mask": ((rand(3, 70) > 0,), {}),

@@ -1,5 +1,5 @@
-// build_tree, flatten_tree, retrieve_indices and the mask packing: tree.h run by a team of one per
-// request, requests in parallel.
+// build_tree, build_tree_from_marginals, flatten_tree, retrieve_indices and the mask packing:
+// tree.h run by a team of one per request, requests in parallel.
 #include <algorithm>
 #include <tuple>
 
@@ -33,6 +33,33 @@ class ScratchBuffers {
   std::vector<uint64_t> keys_;
 };
 
+// The outputs of a request's tree, checked; `request` of the result gives each its place.
+TreeOut tree_out(int64_t batch, int64_t n, const Tensor& draft_tokens, const Tensor& parents,
+                 const Tensor& depths, const Tensor& position_ids, const Tensor& scores,
+                 const Tensor& first_child, const Tensor& next_sibling, const Tensor& tree_mask,
+                 const Tensor& num_nodes) {
+  return TreeOut{output<int64_t, 2>(draft_tokens, "draft_tokens", {batch, n}),
+                 output<int32_t, 2>(parents, "parents", {batch, n}),
+                 output<int32_t, 2>(depths, "depths", {batch, n}),
+                 output<int64_t, 2>(position_ids, "position_ids", {batch, n}),
+                 output<float, 2>(scores, "scores", {batch, n}),
+                 output<int32_t, 2>(first_child, "first_child", {batch, n}),
+                 output<int32_t, 2>(next_sibling, "next_sibling", {batch, n}),
+                 reinterpret_cast<uint64_t*>(
+                     output<int64_t, 3>(tree_mask, "tree_mask", {batch, n, mask_words(n)})),
+                 output<int32_t, 1>(num_nodes, "num_nodes", {batch})};
+}
+
+using Tree = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tree allocate_tree(int64_t batch, int64_t n) {
+  return {allocate<int64_t>({batch, n}), allocate<int32_t>({batch, n}),
+          allocate<int32_t>({batch, n}), allocate<int64_t>({batch, n}),
+          allocate<float>({batch, n}),   allocate<int32_t>({batch, n}),
+          allocate<int32_t>({batch, n}), allocate<int64_t>({batch, n, mask_words(n)}),
+          allocate<int32_t>({batch})};
+}
+
 void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
                     const Tensor& candidate_tokens, const Tensor& candidate_scores,
                     const Tensor& candidate_parents, int64_t max_nodes,
@@ -50,17 +77,8 @@ void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
   const Packed<float, 2> own(candidate_scores, "candidate_scores", {batch, m});
   const Packed<int32_t, 2> up(candidate_parents, "candidate_parents", {batch, m});
   const auto bounds = packed<int32_t, 2>(limits, "limits", {batch, 2});
-  const int64_t words = mask_words(n);
-  const TreeOut out{
-      output<int64_t, 2>(draft_tokens, "draft_tokens", {batch, n}),
-      output<int32_t, 2>(parents, "parents", {batch, n}),
-      output<int32_t, 2>(depths, "depths", {batch, n}),
-      output<int64_t, 2>(position_ids, "position_ids", {batch, n}),
-      output<float, 2>(scores, "scores", {batch, n}),
-      output<int32_t, 2>(first_child, "first_child", {batch, n}),
-      output<int32_t, 2>(next_sibling, "next_sibling", {batch, n}),
-      reinterpret_cast<uint64_t*>(output<int64_t, 3>(tree_mask, "tree_mask", {batch, n, words})),
-      output<int32_t, 1>(num_nodes, "num_nodes", {batch})};
+  const TreeOut out = tree_out(batch, n, draft_tokens, parents, depths, position_ids, scores,
+                               first_child, next_sibling, tree_mask, num_nodes);
 
   parallel_for(batch, grain_for(m + n), [&](int64_t begin, int64_t end) {
     thread_local ScratchBuffers buffers;
@@ -74,21 +92,87 @@ void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> build_tree_op(
-    const Tensor& root_tokens, const Tensor& prefix_lens, const Tensor& candidate_tokens,
-    const Tensor& candidate_scores, const Tensor& candidate_parents, int64_t max_nodes,
-    const std::optional<Tensor>& limits) {
+Tree build_tree_op(const Tensor& root_tokens, const Tensor& prefix_lens,
+                   const Tensor& candidate_tokens, const Tensor& candidate_scores,
+                   const Tensor& candidate_parents, int64_t max_nodes,
+                   const std::optional<Tensor>& limits) {
   if (max_nodes < 1) fail("max_nodes: expected at least 1, got ", max_nodes);
-  const int64_t batch = root_tokens.numel(), n = max_nodes;
-  auto results = std::make_tuple(
-      allocate<int64_t>({batch, n}), allocate<int32_t>({batch, n}), allocate<int32_t>({batch, n}),
-      allocate<int64_t>({batch, n}), allocate<float>({batch, n}), allocate<int32_t>({batch, n}),
-      allocate<int32_t>({batch, n}), allocate<int64_t>({batch, n, mask_words(n)}),
-      allocate<int32_t>({batch}));
+  Tree results = allocate_tree(root_tokens.numel(), max_nodes);
   std::apply(
       [&](const auto&... outs) {
         build_tree_out(root_tokens, prefix_lens, candidate_tokens, candidate_scores,
                        candidate_parents, max_nodes, limits, outs...);
+      },
+      results);
+  return results;
+}
+
+// The scratch of tree.h's build_tree_from_marginals, kept per thread.
+class MarginalsBuffers {
+ public:
+  MarginalsScratch prepare(int32_t max_nodes) {
+    const size_t n = static_cast<size_t>(max_nodes);
+    open_.resize(n);
+    tokens_.resize(n);
+    scores_.resize(n);
+    ints_.resize(2 * n + 1);
+    keys_.resize(static_cast<size_t>(sort_capacity(max_nodes)));
+    int32_t* i = ints_.data();
+    return MarginalsScratch{open_.data(), tokens_.data(), scores_.data(), i,
+                            i + n,        keys_.data(),   i + 2 * n};
+  }
+
+ private:
+  std::vector<OpenPrefix> open_;
+  std::vector<int64_t> tokens_;
+  std::vector<float> scores_;
+  std::vector<int32_t> ints_;
+  std::vector<uint64_t> keys_;
+};
+
+void build_tree_from_marginals_out(const Tensor& root_tokens, const Tensor& prefix_lens,
+                                   const Tensor& tokens, const Tensor& log_probs, int64_t max_nodes,
+                                   const std::optional<Tensor>& limits, const Tensor& draft_tokens,
+                                   const Tensor& parents, const Tensor& depths,
+                                   const Tensor& position_ids, const Tensor& scores,
+                                   const Tensor& first_child, const Tensor& next_sibling,
+                                   const Tensor& tree_mask, const Tensor& num_nodes) {
+  const Packed<int64_t, 1> roots(root_tokens, "root_tokens", {-1});
+  const int64_t batch = roots.size(0), n = max_nodes;
+  if (n < 1 || n > INT32_MAX / 2) fail("max_nodes: expected at least 1, got ", n);
+  const Packed<int32_t, 1> prefix(prefix_lens, "prefix_lens", {batch});
+  const Packed<int64_t, 3> ids(tokens, "tokens", {batch, -1, -1});
+  const int64_t depth = ids.size(1), top_k = ids.size(2);
+  if (std::max(depth, top_k) > INT32_MAX / 2) {
+    fail("tokens: expected fewer than 2^30 positions and choices, got ", depth, " and ", top_k);
+  }
+  const Packed<float, 3> marginals(log_probs, "log_probs", {batch, depth, top_k});
+  const auto bounds = packed<int32_t, 2>(limits, "limits", {batch, 2});
+  const TreeOut out = tree_out(batch, n, draft_tokens, parents, depths, position_ids, scores,
+                               first_child, next_sibling, tree_mask, num_nodes);
+
+  parallel_for(batch, grain_for(8 * n), [&](int64_t begin, int64_t end) {
+    thread_local MarginalsBuffers buffers;
+    const MarginalsScratch scratch = buffers.prepare(static_cast<int32_t>(n));
+    for (int64_t b = begin; b < end; ++b) {
+      const Marginals request{ids.row(b), marginals.row(b), static_cast<int32_t>(depth),
+                              static_cast<int32_t>(top_k)};
+      build_tree_from_marginals(SoloTeam{}, request, roots[b], prefix[b], static_cast<int32_t>(n),
+                                bounds ? bounds->row(b)[0] : n, bounds ? bounds->row(b)[1] : depth,
+                                scratch, out.request(b, n));
+    }
+  });
+}
+
+Tree build_tree_from_marginals_op(const Tensor& root_tokens, const Tensor& prefix_lens,
+                                  const Tensor& tokens, const Tensor& log_probs, int64_t max_nodes,
+                                  const std::optional<Tensor>& limits) {
+  if (max_nodes < 1) fail("max_nodes: expected at least 1, got ", max_nodes);
+  Tree results = allocate_tree(root_tokens.numel(), max_nodes);
+  std::apply(
+      [&](const auto&... outs) {
+        build_tree_from_marginals_out(root_tokens, prefix_lens, tokens, log_probs, max_nodes,
+                                      limits, outs...);
       },
       results);
   return results;
@@ -259,6 +343,8 @@ Tensor unpack_tree_mask(const Tensor& words, int64_t num_keys) {
 STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
   m.impl("build_tree", TORCH_BOX(&build_tree_op));
   m.impl("build_tree_out", TORCH_BOX(&build_tree_out));
+  m.impl("build_tree_from_marginals", TORCH_BOX(&build_tree_from_marginals_op));
+  m.impl("build_tree_from_marginals_out", TORCH_BOX(&build_tree_from_marginals_out));
   m.impl("flatten_tree", TORCH_BOX(&flatten_tree_op));
   m.impl("flatten_tree_out", TORCH_BOX(&flatten_tree_out));
   m.impl("retrieve_indices", TORCH_BOX(&retrieve_indices));

@@ -66,6 +66,33 @@ void build(const Array<int64_t>& tokens, const Array<float>& scores, const Array
   });
 }
 
+void build_from_marginals(const Array<int64_t>& tokens, const Array<float>& log_probs,
+                          int32_t depth, int32_t top_k, int64_t root_token, int64_t prefix_len,
+                          int32_t max_nodes, int64_t slot_limit, int64_t depth_limit,
+                          Array<int64_t> draft_tokens, Array<int32_t> out_parents,
+                          Array<int32_t> depths, Array<int64_t> position_ids,
+                          Array<float> out_scores, Array<int32_t> first_child,
+                          Array<int32_t> next_sibling, Array<uint64_t> tree_mask,
+                          Array<int32_t> num_nodes, int team_size) {
+  const size_t n = static_cast<size_t>(max_nodes);
+  std::vector<eagle2::OpenPrefix> open(n);
+  std::vector<int64_t> taken(n);
+  std::vector<float> scores(n);
+  std::vector<int32_t> parents(n), levels(n), shared(1);
+  std::vector<uint64_t> keys(eagle2::sort_capacity(max_nodes));
+  const eagle2::MarginalsScratch scratch{open.data(),   taken.data(), scores.data(), parents.data(),
+                                         levels.data(), keys.data(),  shared.data()};
+  const eagle2::Marginals marginals{tokens.data(), log_probs.data(), depth, top_k};
+  const eagle2::TreeOut out{
+      draft_tokens.mutable_data(), out_parents.mutable_data(), depths.mutable_data(),
+      position_ids.mutable_data(), out_scores.mutable_data(),  first_child.mutable_data(),
+      next_sibling.mutable_data(), tree_mask.mutable_data(),   num_nodes.mutable_data()};
+  with_team(team_size, [&](const auto& team) {
+    eagle2::build_tree_from_marginals(team, marginals, root_token, prefix_len, max_nodes,
+                                      slot_limit, depth_limit, scratch, out);
+  });
+}
+
 int32_t leaf_paths(const Array<int32_t>& parents, int32_t num_nodes, int64_t width,
                    Array<int64_t> rows) {
   const int32_t n = static_cast<int32_t>(parents.size());
@@ -129,6 +156,7 @@ std::vector<int64_t> cache_slot(int64_t position, int64_t request,
 PYBIND11_MODULE(tree_core, m) {
   m.def("flatten", &flatten);
   m.def("build", &build);
+  m.def("build_from_marginals", &build_from_marginals);
   m.def("depth_of", [](const Array<int32_t>& parents, int32_t n, int32_t slot) {
     return eagle2::depth_of(parents.data(), n, slot);
   });
