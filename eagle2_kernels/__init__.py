@@ -17,6 +17,13 @@ from .tree import DraftTree
 if TYPE_CHECKING:
     from .attention import merge_attention_states, tree_attention
     from .cache import compact_kv, write_kv
+    from .candidates import (
+        Candidates,
+        candidates_from_chain,
+        candidates_from_choices,
+        candidates_from_continuations,
+        prompt_lookup,
+    )
     from .decode import (
         EagleDecoder,
         SamplingParams,
@@ -42,6 +49,11 @@ _HOME = {
     "merge_attention_states": "attention",
     "compact_kv": "cache",
     "write_kv": "cache",
+    "Candidates": "candidates",
+    "candidates_from_chain": "candidates",
+    "candidates_from_choices": "candidates",
+    "candidates_from_continuations": "candidates",
+    "prompt_lookup": "candidates",
     "EagleDecoder": "decode",
     "SamplingParams": "decode",
     "TreeConfig": "decode",
@@ -64,6 +76,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Candidates",
     "DraftTree",
     "EagleDecoder",
     "EagleHead",
@@ -73,6 +86,9 @@ __all__ = [
     "__version__",
     "build_tree",
     "build_tree_from_marginals",
+    "candidates_from_chain",
+    "candidates_from_choices",
+    "candidates_from_continuations",
     "compact_kv",
     "eagle2_generate_tree",
     "expand_topk",
@@ -80,6 +96,7 @@ __all__ = [
     "flatten_tree",
     "merge_attention_states",
     "pack_tree_mask",
+    "prompt_lookup",
     "retrieve_indices",
     "sample_and_verify",
     "sample_tokens",

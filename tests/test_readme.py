@@ -18,6 +18,15 @@ def test_tree_attention_example():
     assert scope["out"].shape == (1, 5, 8, 64)
 
 
+def test_any_drafter_example():
+    (code,) = (b for b in BLOCKS if "candidates_from_choices" in b)
+    scope: dict = {}
+    exec(compile("import torch, eagle2_kernels as ek\n" + code, "README.md", "exec"), scope)
+    # After "5 6" came "7 5 6 8 5 6" and "8 5 6".
+    assert scope["tree"].draft_tokens[0, :3].tolist() == [17, 8, 7]
+    assert scope["tree"].num_nodes.tolist() == [10]
+
+
 @pytest.mark.slow
 def test_generate_example(capsys):
     (code,) = (b for b in BLOCKS if "load_demo" in b)
