@@ -10,8 +10,10 @@ LOAD_ARGS ?=
 # what pip says while .venv is made; `make QUIET= demo` shows all of it
 QUIET ?= --quiet
 
+# seconds each test of tests/test_tree_core_fuzz.py draws new input for in `make sanitize`
+FUZZ_SECONDS ?= 5
 # what `make cuda` runs: the operators, through the libraries that were built beside a CUDA torch
-OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core expand flatten attention verify cache ops,tests/test_$(t).py))
+OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core tree_core_fuzz expand flatten attention verify cache ops,tests/test_$(t).py))
 
 CPU := .venv
 CUDA := .venv-cuda
@@ -22,7 +24,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test lint format bench load train cuda clean distclean
+.PHONY: setup demo test sanitize lint format bench load train cuda clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -33,6 +35,13 @@ demo: setup
 # The pytest script, not `python -m pytest`: that puts the checkout before the installed package.
 test: setup
 	$(CPU)/bin/pytest $(PYTEST_ARGS) tests
+
+# csrc/tree.h under AddressSanitizer and UBSan, in a process without torch: a report is about this code.
+sanitize: setup
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	EAGLE2_CORE_FLAGS="-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -g" \
+	EAGLE2_FUZZ_SECONDS=$(FUZZ_SECONDS) $(CPU)/bin/pytest -v --capture=sys $(PYTEST_ARGS) tests/test_tree_core_fuzz.py
 
 lint: setup
 	$(CPU)/bin/ruff check .

@@ -87,9 +87,7 @@ struct TreeView {
   int32_t capacity;       // slots there are
 };
 
-EAGLE2_HD bool has_parent(const TreeView& tree, int32_t slot) {
-  return slot > 0 && tree.depths[slot] > 0;
-}
+EAGLE2_HD bool has_parent(const TreeView& tree, int32_t slot) { return tree.depths[slot] > 0; }
 
 // Child and sibling links, siblings in ascending slot order, -1 where there is none. A team of one
 // threads the lists backwards in one pass; a larger team gives each slot a search of its own.

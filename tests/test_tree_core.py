@@ -1,10 +1,8 @@
 """csrc/tree.h and csrc/address.h themselves, bound by pybind11: no torch between test and code."""
 
-import importlib.util
 import json
 import math
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -12,41 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_core import compile_native
 
 from eagle2_kernels import reference
 
 HERE = Path(__file__).parent
-CSRC = HERE.parent / "csrc"
-NATIVE = HERE / "native"
 GOLDEN = json.loads((HERE / "data" / "gumbel_noise.json").read_text())
 GUARD = 77
 TEAMS = [1, 3]
-
-
-def compile_native(source, target, *flags):
-    command = ["c++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", *flags]
-    run = subprocess.run(
-        [*command, str(NATIVE / source), "-o", str(target)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-
-
-@pytest.fixture(scope="module")
-def core(tmp_path_factory):
-    pybind11 = pytest.importorskip("pybind11")
-    include = sysconfig.get_paths()["include"]
-    if not (Path(include) / "Python.h").exists():
-        pytest.skip(f"no Python.h in {include}")
-    target = tmp_path_factory.mktemp("core") / f"tree_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    headers = [f"-isystem{include}", f"-isystem{pybind11.get_include()}"]
-    compile_native("tree_core.cpp", target, *headers, "-shared", "-fPIC", "-pthread")
-    spec = importlib.util.spec_from_file_location("tree_core", target)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Guarded:
