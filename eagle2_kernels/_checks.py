@@ -111,6 +111,29 @@ def values_in(name: str, value: Tensor, low: float, high: float) -> None:
         )
 
 
+def distinct_in_rows(name: str, value: Tensor, counted: Tensor | None = None) -> None:
+    """No two entries of a row of [B, n] are alike, where ``counted`` holds (reads it back)."""
+    same = (value[:, :, None] == value[:, None, :]).tril(-1)
+    if counted is not None:
+        same &= counted[:, :, None] & counted[:, None, :]
+    found = same.nonzero()
+    if len(found):
+        r, later, earlier = found[0].tolist()
+        raise ValueError(
+            f"{name}[{r}, {later}]: expected distinct entries in a row, got "
+            f"{value[r, later].item()}, which {name}[{r}, {earlier}] is too"
+        )
+
+
+def log_probabilities(name: str, value: Tensor) -> None:
+    """No element lies above 0 by more than rounding; NaN and -inf pass (reads it back)."""
+    values_in(name, torch.where(value.isnan(), -torch.inf, value), -torch.inf, _ROUNDING)
+
+
+_ROUNDING = 1e-5
+"""How far above 0 rounding may leave the logarithm of a probability of 1."""
+
+
 def vocabulary_map(name: str, ids: Tensor, vocab_size: int) -> None:
     """A draft vocabulary's target ids [V]: in the target's vocabulary, no two alike (host read)."""
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:

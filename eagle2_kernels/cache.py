@@ -48,7 +48,7 @@ def write_kv(
         prefix_lens: int32 [B].
         lengths: int32 [B], rows to store (`DraftTree.num_nodes`, or a prompt's length); None: all.
         page_table: int32 [B, max_pages] for a paged cache.
-        validate: check first that every row stored has its place (always with
+        validate: check first that every row stored has a place of its own (always with
             ``EAGLE2_VALIDATE=1``).
 
     Raises:
@@ -96,8 +96,8 @@ def compact_kv(
             is not touched.
         prefix_lens: int32 [B], as they were for the tree's attention.
         page_table: int32 [B, max_pages] for paged caches.
-        validate: check first that indices and slots are in range (always with
-            ``EAGLE2_VALIDATE=1``).
+        validate: check first that paths start at the root and repeat no slot, that slots lie in
+            the cache and no two requests write one place (always with ``EAGLE2_VALIDATE=1``).
 
     Raises:
         ValueError: a shape is wrong, or an argument requires grad in grad mode.
@@ -149,16 +149,26 @@ def _check_cache(
 def _check_places(
     name: str, cache: Tensor, page_table: Tensor | None, first: Tensor, last: Tensor
 ) -> None:
-    """Positions first[b] .. last[b] - 1 of each request have a place in the cache."""
+    """Positions first[b] .. last[b] - 1 have places in the cache, each written by one request."""
     size = cache.shape[1]
     capacity = size if page_table is None else size * page_table.shape[1]
     _checks.values_in(f"prefix_lens (slots written to {name})", last, 0, capacity)
-    if page_table is not None:
-        start = torch.arange(page_table.shape[1], device=page_table.device) * size
-        used = (start < last[:, None]) & (start + size > first[:, None])
-        _checks.values_in(
-            "page_table", torch.where(used, page_table, 0), 0, max(cache.shape[0] - 1, 0)
-        )
+    if page_table is None:
+        return
+    start = torch.arange(page_table.shape[1], device=page_table.device) * size
+    used = (start < last[:, None]) & (start + size > first[:, None])
+    _checks.values_in("page_table", torch.where(used, page_table, 0), 0, max(cache.shape[0] - 1, 0))
+    owner: dict[tuple[int, int], tuple[int, int]] = {}
+    pages = page_table.tolist()
+    for r, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        for position in range(begin, end):
+            entry, slot = divmod(position, size)
+            other = owner.setdefault((pages[r][entry], slot), (r, entry))
+            if other != (r, entry):
+                raise ValueError(
+                    f"page_table[{r}, {entry}]: expected pages of its own for the slots written, "
+                    f"got page {pages[r][entry]}, which page_table[{other[0]}, {other[1]}] is too"
+                )
 
 
 def _check_write(
@@ -237,6 +247,8 @@ def _check_compact(
         steps = torch.arange(width, device=accept_index.device)
         taken = torch.where(steps <= accept_length[:, None], accept_index, 0)
         _checks.values_in("accept_index", taken, 0, float("inf"))
+        _checks.values_in("accept_index", taken[:, :1], 0, 0)
+        _checks.distinct_in_rows("accept_index", taken, steps <= accept_length[:, None])
         active = accept_length >= 0
         first = torch.where(active, prefix_lens, 0).long()
         last = torch.where(active, first + taken.amax(1) + 1, 0)

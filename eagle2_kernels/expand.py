@@ -44,7 +44,8 @@ def expand_topk(
         top_k: K, candidates kept per parent and width of the next frontier.
         draft_to_target: [V] int64, the target's id of each draft id (absolute, no two alike); None
             when the vocabularies are one.
-        validate: check the values of ``draft_to_target`` too (reads it back to the host).
+        validate: check the values of ``beam_scores`` and ``draft_to_target`` too (reads them back
+            to the host).
 
     Returns:
         candidate_tokens int64 [B, P*K]: target ids.
@@ -82,6 +83,8 @@ def _check_expand_topk(
     if draft_to_target is not None:
         _checks.tensor("draft_to_target", draft_to_target, torch.int64, (v,), "[V]")
     _checks.same_device(logits=logits, beam_scores=beam_scores, draft_to_target=draft_to_target)
+    if values:
+        _checks.log_probabilities("beam_scores", beam_scores)
     if values and draft_to_target is not None:
         _checks.vocabulary_map("draft_to_target", draft_to_target, 2**31)
 
@@ -117,7 +120,7 @@ def extend_draft_tree(
             hold level * K bits.
         beam: [B, K] int64, indices into the previous level's candidates.
         level: 0 for the candidates of the root.
-        validate: check that ``beam`` is in range (reads it back to the host).
+        validate: check that the entries of ``beam`` are in range and differ (reads it back).
 
     Returns:
         next_draft_mask int64 [B, K, W], to be used as the head's tree mask at ``level``.
@@ -164,3 +167,4 @@ def _check_extend_draft_tree(
         )
     if values and level > 0:
         _checks.values_in("beam", beam, 0, (k if level == 1 else k * k) - 1)
+        _checks.distinct_in_rows("beam", beam)

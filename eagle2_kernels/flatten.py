@@ -19,9 +19,6 @@ _retrieve_indices = _ops.retrieve_indices.default
 _pack_tree_mask = _ops.pack_tree_mask.default
 _unpack_tree_mask = _ops.unpack_tree_mask.default
 
-_ROUNDING = 1e-5
-"""How far above 0 rounding may leave the logarithm of a probability of 1."""
-
 
 def build_tree(
     root_tokens: Tensor,
@@ -59,7 +56,8 @@ def build_tree(
         max_nodes: N, slots of the flat tree, root included.
         limits: [B, 2] int32 (slots, depth) bounds of each request: room left in its cache, tokens
             it still wants. No slots: the request is inactive, ``num_nodes`` 0.
-        validate: check parents and siblings by value too (reads them back to the host).
+        validate: check by value too that parents come first, siblings differ, scores are
+            log-probabilities and no bound is negative (reads them back to the host).
 
     Returns:
         A `DraftTree` of N slots. Shapes do not depend on the limits: the rest is padding.
@@ -120,6 +118,8 @@ def _check_build_tree(
     if not values:
         return
     _checks.values_in("prefix_lens", prefix_lens, 0, 2**31 - 1)
+    _check_limits(limits)
+    _checks.log_probabilities("candidate_scores", candidate_scores)
     live = (candidate_scores > float("-inf")).tolist()
     for r in range(b):
         tokens, parents = candidate_tokens[r].tolist(), candidate_parents[r].tolist()
@@ -138,6 +138,12 @@ def _check_build_tree(
                     f"candidate_tokens[{r}, {c}]: expected siblings to differ, got token "
                     f"{tokens[c]} of candidate {twin}, which has the same parent"
                 )
+
+
+def _check_limits(limits: Tensor | None) -> None:
+    """A bound below 0 works as 0, but is a sum gone wrong."""
+    if limits is not None:
+        _checks.values_in("limits", limits, 0, 2**31 - 1)
 
 
 def build_tree_from_marginals(
@@ -176,8 +182,8 @@ def build_tree_from_marginals(
         log_probs: [B, D, K] float32, their log-probabilities (nats), descending in each position.
         max_nodes: N, slots of the flat tree, root included.
         limits: [B, 2] int32 (slots, depth) bounds of each request, as in `build_tree`.
-        validate: check order, sign and distinct tokens of each position too (reads them back to
-            the host).
+        validate: check order, sign and distinct tokens of each position and the limits too (reads
+            them back to the host).
 
     Returns:
         A `DraftTree` of N slots. Shapes do not depend on the limits: the rest is padding.
@@ -233,8 +239,9 @@ def _check_build_tree_from_marginals(
     if not values:
         return
     _checks.values_in("prefix_lens", prefix_lens, 0, 2**31 - 1)
+    _check_limits(limits)
+    _checks.log_probabilities("log_probs", log_probs)
     live = torch.where(log_probs.isnan(), float("-inf"), log_probs)
-    _checks.values_in("log_probs", live, float("-inf"), _ROUNDING)
     rises = (live[..., 1:] > live[..., :-1]).nonzero()
     if len(rises):
         r, d, k = rises[0].tolist()
@@ -297,6 +304,8 @@ def _check_flatten_tree(
     _check_parents(parents, num_nodes, values=values)
     _checks.tensor("prefix_lens", prefix_lens, torch.int32, (parents.shape[0],), "[B]")
     _checks.same_device(parents=parents, num_nodes=num_nodes, prefix_lens=prefix_lens)
+    if values:
+        _checks.values_in("prefix_lens", prefix_lens, 0, 2**31 - 1)
 
 
 def _check_parents(parents: Tensor, num_nodes: Tensor, *, values: bool) -> None:

@@ -380,10 +380,41 @@ def test_validate_reads_the_values():
     for change, message in (
         ({"accept_length": lens(1, 3)}, r"accept_length\[1\]: expected a value from -1 to 2"),
         ({"accept_length": lens(2, 0)}, r"accept_index\[0, 2\]"),
+        (
+            {"accept_index": torch.tensor([[1, 2, -1], [0, -1, -1]]).int()},
+            r"accept_index\[0, 0\]: expected a value from 0 to 0, got 1",
+        ),
+        (
+            {
+                "accept_index": torch.tensor([[0, -1, -1], [0, 3, 3]]).int(),
+                "accept_length": lens(0, 2),
+            },
+            r"accept_index\[1, 2\]: .* got 3, which accept_index\[1, 1\] is too",
+        ),
         ({"prefix_lens": lens(7, 0)}, r"prefix_lens .*kv_caches\[0\]"),
     ):
         with pytest.raises(ValueError, match=message):
             compact_kv(**(compact_arguments() | change), validate=True)
+
+
+def test_validate_finds_two_requests_that_write_one_place():
+    shared = torch.tensor([[0, 1], [0, 1]]).int()
+    pages = {"kv_caches": [torch.zeros(3, 4, 2, 8)], "page_table": shared}
+    # Page 0 holds a common prefix and is not written: no error.
+    own = torch.tensor([[0, 1], [0, 2]]).int()
+    after = {"prefix_lens": lens(4, 4)}
+    compact_kv(**(compact_arguments() | pages | after | {"page_table": own}), validate=True)
+    with pytest.raises(
+        ValueError, match=r"page_table\[1, 1\]: .* page 1, which page_table\[0, 1\]"
+    ):
+        compact_kv(**(compact_arguments() | pages | after), validate=True)
+    # The same page, but other slots of it.
+    apart = {"prefix_lens": lens(4, 0), "lengths": lens(2, 2), "page_table": own}
+    stored = {"k_cache": torch.zeros(3, 4, 2, 8), "v_cache": torch.zeros(3, 4, 2, 8)}
+    write_kv(**(write_arguments() | stored | apart), validate=True)
+    clash = {"prefix_lens": lens(0, 1), "lengths": lens(2, 2), "page_table": shared}
+    with pytest.raises(ValueError, match=r"page_table\[1, 0\]: .* got page 0"):
+        write_kv(**(write_arguments() | stored | clash), validate=True)
 
 
 # the ops as PyTorch sees them

@@ -307,6 +307,9 @@ def test_a_beam_entry_out_of_range_gives_no_tree_to_its_children():
     assert tree.num_nodes.tolist() == [3]
     with pytest.raises(ValueError, match=r"beam\[0, 0\]: expected a value from 0 to 1"):
         e2.extend_draft_tree(parents, mask, beam, 1, validate=True)
+    with pytest.raises(ValueError, match=r"beam\[0, 1\]: .* got 1, which beam\[0, 0\] is too"):
+        e2.extend_draft_tree(parents, mask, torch.tensor([[1, 1]]), 1, validate=True)
+    e2.extend_draft_tree(parents, mask, torch.tensor([[1, 0]]), 1, validate=True)
 
 
 def test_the_out_twin_of_extend_overwrites_poison_and_needs_its_own_memory():
@@ -365,6 +368,14 @@ def test_wrong_arguments_are_named(change, error, message):
 def test_a_bad_vocabulary_map_is_found_by_validation(draft_to_target, message):
     with pytest.raises(ValueError, match=message):
         e2.expand_topk(**(EXPAND | {"draft_to_target": draft_to_target}), validate=True)
+
+
+def test_beam_scores_that_are_no_log_probabilities_are_found_by_validation():
+    good = torch.tensor([[0.0, NEG_INF, float("nan")]] * 2)
+    e2.expand_topk(**(EXPAND | {"beam_scores": good}), validate=True)
+    scores = torch.tensor([[0.0, -1.0, -2.0], [-1.0, 0.3, 0.5]])
+    with pytest.raises(ValueError, match=r"beam_scores\[1, 1\]: .* from -inf to .*, got 0\.3"):
+        e2.expand_topk(**(EXPAND | {"beam_scores": scores}), validate=True)
 
 
 def test_gradients_are_refused_in_grad_mode_only():

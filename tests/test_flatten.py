@@ -745,6 +745,13 @@ def test_wrong_arguments_are_named(function, base, change, error, message):
             "siblings to differ, got token 3 of candidate 0",
         ),
         ("build_tree", BUILD, {"prefix_lens": i32([-1])}, r"prefix_lens\[0\]: .* got -1"),
+        ("build_tree", BUILD, {"limits": i32([[4, -1]])}, r"limits\[0, 1\]: .* got -1"),
+        (
+            "build_tree",
+            BUILD,
+            {"candidate_scores": torch.tensor([[-1.0, 0.6]])},
+            r"candidate_scores\[0, 1\]: expected a value from -inf to .*, got 0\.6",
+        ),
         (
             "build_tree_from_marginals",
             MARGINAL,
@@ -769,6 +776,13 @@ def test_wrong_arguments_are_named(function, base, change, error, message):
             {"prefix_lens": i32([-1])},
             r"prefix_lens\[0\]: .* got -1",
         ),
+        (
+            "build_tree_from_marginals",
+            MARGINAL,
+            {"limits": i32([[-2, 1]])},
+            r"limits\[0, 0\]: .* got -2",
+        ),
+        ("flatten_tree", FLATTEN, {"prefix_lens": i32([-3])}, r"prefix_lens\[0\]: .* got -3"),
         ("flatten_tree", FLATTEN, {"parents": i32([[-1, 5]])}, r"parents\[0, 1\]: .* got 5"),
         ("flatten_tree", FLATTEN, {"parents": i32([[-1, 1]])}, "no cycle"),
         ("flatten_tree", FLATTEN, {"parents": i32([[0, 0]])}, r"parents\[0, 0\]: expected -1"),

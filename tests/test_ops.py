@@ -1,5 +1,6 @@
 """Every row of the op table: schema, oracle, fake and compiled kernel agree and obey PyTorch."""
 
+import inspect
 import subprocess
 import sys
 
@@ -269,6 +270,12 @@ except ValueError:
         monkeypatch.setenv("EAGLE2_VALIDATE", value)
         run = subprocess.run([*PYTHON, code], capture_output=True, text=True, check=False)
         assert run.stdout.strip() == expected, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", [name.removesuffix("_out") for name in WORKING])
+def test_every_wrapper_validates_on_request(name):
+    validate = inspect.signature(getattr(eagle2_kernels, name)).parameters["validate"]
+    assert validate.default is False and validate.kind is validate.KEYWORD_ONLY
 
 
 def test_a_device_without_kernels_says_so():
