@@ -59,7 +59,7 @@ def settings(work, **changes):
             "work_dir": str(work),
             "draft_vocab_size": 32,
             "held_out": 3,
-            "max_tokens": None,
+            "max_tokens": 0,
             "steps": 12,
             "batch_size": 4,
             "warmup_steps": 2,
@@ -266,6 +266,7 @@ def test_training_lowers_the_loss(target, conversations, tmp_path):
         settings(tmp_path, steps=60, ridge_tokens=0, unroll=2), target, conversations, eos_ids=[2]
     )
     everything = list(range(len(trainer.training)))
+    assert len(everything) == 24 - 3  # max_tokens 0 is all of it
     before = trainer.loss(everything).item()
     trainer.run()
     assert trainer.loss(everything).item() < before - 0.1

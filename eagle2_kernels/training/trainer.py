@@ -50,9 +50,9 @@ class TrainConfig:
     """Continue from the work directory's checkpoint; otherwise a run in it is an error."""
     draft_vocab_size: int = 8192
     """Most frequent response ids the head may propose; 0 keeps the whole vocabulary."""
-    max_tokens: int | None = 1_100_000
-    """Training tokens used at most, greedy conversations first; None for all. May grow on resume:
-    the features of new text are the costly part, so a run can start on little of it."""
+    max_tokens: int = 1_100_000
+    """Training tokens used at most, greedy conversations first; 0 for all. May grow on resume: the
+    features of new text are the costly part, so a run can start on little of it."""
     held_out: int = 48
     """Greedy conversations kept for validation."""
     steps: int = 2000
@@ -219,7 +219,8 @@ class Trainer:
                 f"work_dir: {self.work} holds a run; resume it (resume=True, --resume) or name "
                 "another directory"
             )
-        self.training, self.validation = split(conversations, c.held_out, c.max_tokens, c.seed)
+        limit = c.max_tokens or None
+        self.training, self.validation = split(conversations, c.held_out, limit, c.seed)
         vocab = None
         if c.draft_vocab_size:
             # Counted over all text but the held-out: counting is free, features are not.
