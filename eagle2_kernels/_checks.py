@@ -153,3 +153,32 @@ def vocabulary_map(name: str, ids: Tensor, vocab_size: int) -> None:
             f"{name}[{at}]: expected distinct target ids, got {int(ids[at])}, which "
             f"{name}[{first}] is too ({later.numel()} repeated in all)"
         )
+
+
+def parents(parents: Tensor, num_nodes: Tensor, *, values: bool) -> None:
+    """Parents [B, N] and num_nodes [B]; by value: a root, no parent outside the tree, no cycle."""
+    tensor("parents", parents, torch.int32, (None, None), "[B, N]")
+    b, n = parents.shape
+    tensor("num_nodes", num_nodes, torch.int32, (b,), "[B]")
+    same_device(parents=parents, num_nodes=num_nodes)
+    if not values:
+        return
+    values_in("num_nodes", num_nodes, 0, n)
+    for r, count in enumerate(num_nodes.tolist()):
+        row = parents[r].tolist()
+        if count > 0 and row[0] != -1:
+            raise ValueError(f"parents[{r}, 0]: expected -1 at the root, got {row[0]}")
+        reached = {0}
+        for slot in range(1, count):
+            walk = []
+            while slot not in reached and slot not in walk:
+                walk.append(slot)
+                if not 0 <= row[slot] < count:
+                    raise ValueError(
+                        f"parents[{r}, {slot}]: expected a slot from 0 to {count - 1}, "
+                        f"got {row[slot]}"
+                    )
+                slot = row[slot]
+            if slot not in reached:
+                raise ValueError(f"parents[{r}, {slot}]: expected no cycle, but it is its ancestor")
+            reached.update(walk)

@@ -301,39 +301,11 @@ def flatten_tree(
 def _check_flatten_tree(
     parents: Tensor, num_nodes: Tensor, prefix_lens: Tensor, *, values: bool
 ) -> None:
-    _check_parents(parents, num_nodes, values=values)
+    _checks.parents(parents, num_nodes, values=values)
     _checks.tensor("prefix_lens", prefix_lens, torch.int32, (parents.shape[0],), "[B]")
     _checks.same_device(parents=parents, num_nodes=num_nodes, prefix_lens=prefix_lens)
     if values:
         _checks.values_in("prefix_lens", prefix_lens, 0, 2**31 - 1)
-
-
-def _check_parents(parents: Tensor, num_nodes: Tensor, *, values: bool) -> None:
-    _checks.tensor("parents", parents, torch.int32, (None, None), "[B, N]")
-    b, n = parents.shape
-    _checks.tensor("num_nodes", num_nodes, torch.int32, (b,), "[B]")
-    _checks.same_device(parents=parents, num_nodes=num_nodes)
-    if not values:
-        return
-    _checks.values_in("num_nodes", num_nodes, 0, n)
-    for r, count in enumerate(num_nodes.tolist()):
-        row = parents[r].tolist()
-        if count > 0 and row[0] != -1:
-            raise ValueError(f"parents[{r}, 0]: expected -1 at the root, got {row[0]}")
-        reached = {0}
-        for slot in range(1, count):
-            walk = []
-            while slot not in reached and slot not in walk:
-                walk.append(slot)
-                if not 0 <= row[slot] < count:
-                    raise ValueError(
-                        f"parents[{r}, {slot}]: expected a slot from 0 to {count - 1}, "
-                        f"got {row[slot]}"
-                    )
-                slot = row[slot]
-            if slot not in reached:
-                raise ValueError(f"parents[{r}, {slot}]: expected no cycle, but it is its ancestor")
-            reached.update(walk)
 
 
 def retrieve_indices(
@@ -375,7 +347,7 @@ def retrieve_indices(
 def _check_retrieve_indices(
     parents: Tensor, num_nodes: Tensor, max_depth: int, *, values: bool
 ) -> None:
-    _check_parents(parents, num_nodes, values=values)
+    _checks.parents(parents, num_nodes, values=values)
     _checks.integer("max_depth", max_depth, 0)
 
 
