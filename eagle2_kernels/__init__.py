@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         retrieve_indices,
         unpack_tree_mask,
     )
+    from .logits import count_tokens, mark_tokens, process_logits, token_logprobs
     from .models.heads import EagleHead
     from .models.target import TargetModel
     from .verify import sample_and_verify, sample_tokens, verify_tree, verify_tree_coins
@@ -67,6 +68,10 @@ _HOME = {
     "pack_tree_mask": "flatten",
     "retrieve_indices": "flatten",
     "unpack_tree_mask": "flatten",
+    "count_tokens": "logits",
+    "mark_tokens": "logits",
+    "process_logits": "logits",
+    "token_logprobs": "logits",
     "EagleHead": "models.heads",
     "TargetModel": "models.target",
     "sample_and_verify": "verify",
@@ -90,16 +95,20 @@ __all__ = [
     "candidates_from_choices",
     "candidates_from_continuations",
     "compact_kv",
+    "count_tokens",
     "eagle2_generate_tree",
     "expand_topk",
     "extend_draft_tree",
     "flatten_tree",
+    "mark_tokens",
     "merge_attention_states",
     "pack_tree_mask",
+    "process_logits",
     "prompt_lookup",
     "retrieve_indices",
     "sample_and_verify",
     "sample_tokens",
+    "token_logprobs",
     "tree_attention",
     "unpack_tree_mask",
     "verify_tree",

@@ -215,6 +215,10 @@ def _verify_tree_coins(
     return _verify_tree(target_probs, None, None, None, max_depth)
 
 
+def _token_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+    return _f32(logits, *slots.shape)
+
+
 _FILTERS = (
     "Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
     "Tensor? allowed_mask=None"
@@ -327,6 +331,41 @@ OPS: tuple[Op, ...] = (
         reference.merge_attention_states,
         _merge_attention_states,
         "merge two partial attention results by their log-sum-exp",
+    ),
+    Op(
+        "process_logits",
+        "Tensor(a!) logits, Tensor? draft_tokens=None, Tensor? parents=None, "
+        "Tensor? num_nodes=None, *, Tensor? prompt_mask=None, Tensor? output_counts=None, "
+        "Tensor? repetition_penalty=None, Tensor? frequency_penalty=None, "
+        "Tensor? presence_penalty=None, Tensor? bias_tokens=None, Tensor? bias_values=None",
+        (),
+        reference.process_logits,
+        _nothing,
+        "logit bias and penalties in place, each node's own path counted",
+    ),
+    Op(
+        "count_tokens",
+        "Tensor(a!) counts, Tensor tokens",
+        (),
+        reference.count_tokens,
+        _nothing,
+        "add emitted tokens to each request's counts",
+    ),
+    Op(
+        "mark_tokens",
+        "Tensor(a!) mask, Tensor tokens",
+        (),
+        reference.mark_tokens,
+        _nothing,
+        "set the bits of tokens in each request's int32 mask words",
+    ),
+    Op(
+        "token_logprobs",
+        "Tensor logits, Tensor slots, Tensor tokens",
+        ("logprobs",),
+        reference.token_logprobs,
+        _token_logprobs,
+        "log-softmax at the visited rows, read at the emitted tokens",
     ),
     Op(
         "sample_tokens",

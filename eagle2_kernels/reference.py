@@ -491,6 +491,109 @@ def compact_kv(
                 cache[to] = value
 
 
+# logits
+
+
+def process_logits(
+    logits: Tensor,
+    draft_tokens: Tensor | None = None,
+    parents: Tensor | None = None,
+    num_nodes: Tensor | None = None,
+    *,
+    prompt_mask: Tensor | None = None,
+    output_counts: Tensor | None = None,
+    repetition_penalty: Tensor | None = None,
+    frequency_penalty: Tensor | None = None,
+    presence_penalty: Tensor | None = None,
+    bias_tokens: Tensor | None = None,
+    bias_values: Tensor | None = None,
+) -> None:
+    """Logits[b, i] += bias, then repetition, frequency and presence penalty of the tokens so far.
+
+    The tokens so far are the history, which the root is part of, and the path below the root down
+    to node i. Rows that are no node, or are not under the root, stay as they are.
+    """
+    b, n, v = logits.shape
+    if (draft_tokens is None) != (parents is None) or (parents is None and n > 1):
+        raise ValueError("draft_tokens, parents: expected both, or neither and one row per request")
+    if (bias_tokens is None) != (bias_values is None):
+        raise ValueError("bias_tokens, bias_values: expected both or neither")
+    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
+    if output_counts is None and any(p is not None for p in penalties):
+        raise ValueError("output_counts: expected a tensor, because a penalty counts tokens")
+    compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    for r in range(b):
+        bias = torch.zeros(v, dtype=compute, device=logits.device)
+        if bias_tokens is not None and bias_values is not None:
+            pairs = zip(bias_tokens[r].tolist(), bias_values[r].to(compute), strict=True)
+            for token, value in pairs:
+                if 0 <= token < v:
+                    bias[token] += value
+        in_prompt = torch.zeros(v, dtype=torch.bool, device=logits.device)
+        if prompt_mask is not None:
+            in_prompt = allowed_tokens(prompt_mask[r], v)
+        history = torch.zeros(v, dtype=torch.int64, device=logits.device)
+        if output_counts is not None:
+            history = output_counts[r].long().clamp(min=0)
+        repetition, frequency, presence = (
+            logits.new_tensor(off, dtype=compute) if p is None else p[r].to(compute)
+            for p, off in zip(penalties, (1.0, 0.0, 0.0), strict=True)
+        )
+        count = n if num_nodes is None else min(max(int(num_nodes[r]), 0), n)
+        up = [-1] * n if parents is None else parents[r].tolist()
+        for i in range(count):
+            walk = _ancestors(up, count, i)
+            if walk is None:
+                continue
+            counts = history.clone()
+            for slot in walk[:-1]:
+                token = int(draft_tokens[r, slot])  # type: ignore[index]
+                if 0 <= token < v:
+                    counts[token] += 1
+            x = logits[r, i].to(compute)
+            y = x + bias
+            repeated = torch.where(y > 0, y / repetition, y * repetition)
+            y = torch.where(in_prompt | (counts > 0), repeated, y)
+            y = torch.where(counts > 0, y - frequency * counts - presence, y)
+            banned = (x == NEG_INF) | (bias == NEG_INF)
+            logits[r, i] = torch.where(banned, NEG_INF, y).to(logits.dtype)
+
+
+def count_tokens(counts: Tensor, tokens: Tensor) -> None:
+    """Counts[b, tokens[b, t]] += 1; ids outside the vocabulary, such as padding -1, are none."""
+    b, v = counts.shape
+    for r in range(b):
+        for token in tokens[r].tolist():
+            if 0 <= token < v:
+                counts[r, token] += 1
+
+
+def mark_tokens(mask: Tensor, tokens: Tensor) -> None:
+    """Set bit t % 32 of mask[b, t // 32] for each token t; ids the mask has no bit for are none."""
+    b, words = mask.shape
+    for r in range(b):
+        for token in tokens[r].tolist():
+            if 0 <= token < 32 * words:
+                bit = 1 << token % 32
+                mask[r, token // 32] |= bit - (1 << 32) if bit == 1 << 31 else bit
+
+
+def token_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+    """log_softmax(logits[b, slots[b, t]])[tokens[b, t]]; 0 where there is no such slot."""
+    b, n, v = logits.shape
+    out = torch.zeros(slots.shape, dtype=torch.float32, device=logits.device)
+    for r in range(b):
+        for i, (slot, token) in enumerate(zip(slots[r].tolist(), tokens[r].tolist(), strict=True)):
+            if not 0 <= slot < n:
+                continue
+            x = _finite(logits[r, slot])
+            if not 0 <= token < v or x[token] == NEG_INF:
+                out[r, i] = NEG_INF
+            else:
+                out[r, i] = (x[token] - x.max()) - (x - x.max()).exp().sum().log()
+    return out
+
+
 # sampling and verification
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -17,6 +17,7 @@ ALLOWED = {
     "_library.py": set(),
     "expand.py": {"ops", "tree", "_checks"},
     "flatten.py": {"ops", "tree", "_checks"},
+    "logits.py": {"ops", "tree", "_checks"},
     "verify.py": {"ops", "tree", "_checks"},
     "attention.py": {"ops", "tree", "_checks"},
     "cache.py": {"ops", "tree", "_checks"},

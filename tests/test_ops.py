@@ -73,6 +73,21 @@ def example(name: str) -> tuple[tuple, dict]:
             (rand(2, 5, 4, 8), rand(2, 5, 4), rand(2, 5, 4, 8), rand(2, 5, 4)),
             {},
         ),
+        "process_logits": (
+            (rand(2, 5, 9), draft, parents, counts),
+            {
+                "prompt_mask": i32([[3], [5]]),
+                "output_counts": i32([[0, 2] + [0] * 7] * 2),
+                "repetition_penalty": torch.tensor([1.5, 1.0]),
+                "frequency_penalty": torch.tensor([0.0, 0.5]),
+                "presence_penalty": torch.tensor([0.25, 0.0]),
+                "bias_tokens": torch.tensor([[4, -1], [2, 3]]),
+                "bias_values": torch.tensor([[1.0, 2.0], [-1.0, float("-inf")]]),
+            },
+        ),
+        "count_tokens": ((i32([[0] * 9] * 2), draft), {}),
+        "mark_tokens": ((i32([[0]] * 2), draft), {}),
+        "token_logprobs": ((rand(2, 5, 9), i32([[0, 3], [4, -1]]), draft[:, :2]), {}),
         "sample_tokens": ((rand(2, 5, 9), positions, seeds), filters),
         "verify_tree": ((draft, draft, child, sibling, 2, counts), {}),
         "sample_and_verify": (
