@@ -22,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ._version import __version__
-from .decode import TreeConfig
+from .decode import SamplingParams, TreeConfig
 from .training.trainer import TrainConfig
 
 if TYPE_CHECKING:
     from .compare import Comparison
-    from .decode import EagleDecoder, SamplingParams
+    from .decode import EagleDecoder
 
 app = typer.Typer(
     name="eagle2",
@@ -89,6 +89,24 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Above 0; 1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Default: drawn; --json reports it.")] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens seen in prompt or answer; 1 is off.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken from a token's logit per time it was generated; 0 is off.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken once from each generated token's logit; 0 is off.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID=VALUE", help="Added to a token's logit; -inf bans it. Repeatable."
+        ),
+    ] = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json: each token's log-probability.")
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly and with Hugging Face; greedy.")
     ] = False,
@@ -99,10 +117,25 @@ def generate(
     """Answer a prompt with the EAGLE-2 tree, streaming the text."""
     if compare and temperature > 0:
         raise typer.BadParameter("--compare is greedy: leave --temperature at 0")
+    if logprobs and (compare or not as_json):
+        raise typer.BadParameter("--logprobs goes with --json and without --compare")
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=_bias(logit_bias or []),
+        logprobs=logprobs,
+    )
+    if compare and sampling.edits_logits:
+        raise typer.BadParameter("--compare decodes without logit bias and penalties")
     message = _read(prompt)
     decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
     ids = _encode(decoder, message, raw)
-    sampling = _sampling(temperature, top_k, top_p, min_p, seed)
     text = ""
     if as_json:
         result = decoder.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling)
@@ -126,7 +159,8 @@ def generate(
             raise typer.Exit(1)
     elif as_json:
         stats = dataclasses.asdict(result.stats)
-        _print_json(text=text, token_ids=result.token_ids, stats=stats)
+        extra = {"logprobs": result.logprobs} if logprobs else {}
+        _print_json(text=text, token_ids=result.token_ids, **extra, stats=stats)
 
 
 @app.command()
@@ -280,12 +314,18 @@ def _encode(decoder: EagleDecoder, prompt: str, raw: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _sampling(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None
-) -> SamplingParams:
-    from .decode import SamplingParams
-
-    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+def _bias(pairs: list[str]) -> dict[int, float] | None:
+    """``ID=VALUE`` options as a map; None without any."""
+    bias = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--logit-bias: expected ID=VALUE, such as 42=-1.5 or 42=-inf, got {pair}"
+            ) from None
+    return bias or None
 
 
 def _read(prompt: str) -> str:

@@ -3,7 +3,8 @@ r"""The decoding loop: draft a tree, verify it in one target forward, commit the
 ::
 
     head --logits--> expand_topk, extend_draft_tree  (x max_depth)  --candidates--> build_tree
-    target --logits--> sample_and_verify --> compact_kv, prefix_lens += accept_length + 1
+    target --logits--> process_logits --> sample_and_verify --> compact_kv,
+        prefix_lens += accept_length + 1
 
 Shapes are the same at every step, and the only thing a step reads back is the tokens it emitted.
 Plain decoding (`EagleDecoder.generate_plain`) is the same loop without the tree. The noise of a
@@ -29,12 +30,14 @@ from .generation import (
     Batch,
     Generation,
     Generations,
+    Request,
     SamplingParams,
     Stats,
     check_count,
     make_requests,
     read_prompts,
 )
+from .logits import count_tokens, process_logits, token_logprobs
 from .models.draft import (
     Candidates,
     DraftCache,
@@ -124,6 +127,7 @@ class _State:
     draft_cache: DraftCache
     seeds: Tensor  # [B] int64
     filters: dict[str, Tensor]
+    processors: dict[str, Tensor]  # of process_logits, with the history it counts
     prefix_lens: Tensor  # [B] int32
     roots: Tensor  # [B] int64
     root_hidden: Tensor | None = None  # [B, 1, H], the head's output at the root's row
@@ -206,7 +210,8 @@ class EagleDecoder:
 
         Raises:
             ValueError: an empty prompt, an id outside the vocabulary, a prompt that leaves no room
-                in the position table, text or ``stop`` without a tokenizer.
+                in the position table, text or ``stop`` without a tokenizer, a bias that bans every
+                token.
         """
         config = self._tree_config(config)
         batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, keep_logits)
@@ -251,9 +256,11 @@ class EagleDecoder:
 
         One prompt yields pieces, a list of prompts yields a list of pieces per step. A character
         whose bytes are not complete, and text that may turn out to begin a stop string, waits for a
-        later step; the pieces together are `generate`'s text.
+        later step; the pieces together are `generate`'s text. Raises ValueError for logprobs, which
+        have no place in the pieces.
         """
         config = self._tree_config(config)
+        _refuse_logprobs(sampling, "stream")
         follow = self.tokenizer is not None
         batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, False, follow)
         steps = self._plain_steps(batch, 1) if plain else self._tree_steps(batch, config)
@@ -269,9 +276,11 @@ class EagleDecoder:
     ) -> DraftStep:
         """Prefill one prompt, draft and verify one tree, and read it all back to look at.
 
-        The candidates of pruned nodes are listed too. Raises as `generate` does.
+        The candidates of pruned nodes are listed too. Raises as `generate` does, and ValueError for
+        logprobs.
         """
         config = self._tree_config(config)
+        _refuse_logprobs(sampling, "draft_step")
         batch = self._batch(prompt, config.max_depth + 2, sampling, (), (), False)
         if not batch.single:
             raise ValueError(f"prompt: expected one request, got {len(batch)}")
@@ -307,6 +316,8 @@ class EagleDecoder:
     ) -> Batch:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling: expected SamplingParams, got {type(sampling).__name__}")
+        sampling = sampling or SamplingParams()
+        sampling.check_vocabulary(self.target.vocab_size)
         eos = self.target.eos_token_ids() if eos_token_ids is None else eos_token_ids
         single, ids = read_prompts(prompts, self.tokenizer, self.target.vocab_size)
         requests = make_requests(
@@ -318,7 +329,7 @@ class EagleDecoder:
             tokenizer=self.tokenizer,
             follow_text=follow_text,
         )
-        return Batch(requests, single, sampling or SamplingParams(), keep_logits)
+        return Batch(requests, single, sampling, keep_logits)
 
     @torch.inference_mode()
     def _tree_steps(self, batch: Batch, config: TreeConfig) -> Iterator[None]:
@@ -337,6 +348,7 @@ class EagleDecoder:
             yield
             device, b = self.target.device, len(batch)
             tokens = torch.zeros(b, rows, dtype=torch.int64, device=device)
+            first_slot = torch.zeros(b, 1, dtype=torch.int32, device=device)
             mask = depths = None
             if rows > 1:
                 # Every row but the first sees nothing.
@@ -358,12 +370,14 @@ class EagleDecoder:
                     lengths=alive,
                 )
                 logits = self.target.logits(features)[:, :1]
-                sampled = sample_tokens(logits, positions[:, :1], state.seeds, **state.filters)
+                processed = _process(logits, state.processors)
+                sampled = sample_tokens(processed, positions[:, :1], state.seeds, **state.filters)
+                logprobs = _logprobs(batch, logits, processed, first_slot, sampled)
+                _count(state.processors, sampled)
                 state.roots = sampled[:, 0]
                 state.prefix_lens = state.prefix_lens + alive
                 kept = batch.take(sampled.tolist())
-                if batch.keep_logits:
-                    _keep_logits(batch, logits, kept)
+                _keep(batch, batch.requests, list(map(len, kept)), logits, logprobs)
                 batch.spend("verify", start)
                 yield
 
@@ -382,7 +396,6 @@ class EagleDecoder:
         tokens = tokens.to(device)
         totals = torch.tensor(lens, dtype=torch.int32, device=device)
         last = totals.long() - 1
-        root_logits: list[Tensor | None] = [None] * b
         for first in range(0, longest, _PREFILL_ROWS):
             width = min(_PREFILL_ROWS, longest - first)
             columns = torch.arange(first, first + width, device=device)
@@ -401,10 +414,14 @@ class EagleDecoder:
                 at = last[rows]
                 logits = self.target.logits(features[rows, at - first][:, None])
                 filters = {name: value[rows] for name, value in state.filters.items()}
-                sampled = sample_tokens(logits, at[:, None], state.seeds[rows], **filters)
+                processors = {name: value[rows] for name, value in state.processors.items()}
+                processed = _process(logits, processors)
+                sampled = sample_tokens(processed, at[:, None], state.seeds[rows], **filters)
                 tokens[rows, at + 1] = sampled[:, 0]
-                for i, row in zip(ending, logits, strict=True):
-                    root_logits[i] = row
+                first_slot = torch.zeros(len(ending), 1, dtype=torch.int32, device=device)
+                logprobs = _logprobs(batch, logits, processed, first_slot, sampled)
+                requests = [batch.requests[i] for i in ending]
+                _keep(batch, requests, [1] * len(ending), logits, logprobs)
             if draft:
                 following = tokens[:, first + 1 : first + 1 + width].contiguous()
                 hidden = refeed(self.head, state.draft_cache, following, features, before, lengths)
@@ -414,11 +431,8 @@ class EagleDecoder:
                     state.root_hidden[rows, 0] = hidden[rows, at - first]
         state.prefix_lens = totals
         state.roots = tokens.gather(1, last[:, None] + 1)[:, 0]
+        _count(state.processors, state.roots[:, None])
         batch.take([[token] for token in state.roots.tolist()], forward=False)
-        if batch.keep_logits:
-            for request, row in zip(batch.requests, root_logits, strict=True):
-                assert row is not None
-                request.logits.append(row)
         batch.spend("prefill", start)
 
     def _draft(
@@ -463,8 +477,9 @@ class EagleDecoder:
             lengths=tree.num_nodes,
         )
         logits = self.target.logits(features)
+        processed = _process(logits, state.processors, tree)
         emitted, accept_index, accept_length, bonus = sample_and_verify(
-            logits,
+            processed,
             tree.position_ids,
             state.seeds,
             tree.draft_tokens,
@@ -474,6 +489,8 @@ class EagleDecoder:
             tree.num_nodes,
             **state.filters,
         )
+        logprobs = _logprobs(batch, logits, processed, accept_index, emitted)
+        _count(state.processors, emitted)
         compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)
         taken = accept_length + 1
         path = accept_index.clamp(min=0)
@@ -484,7 +501,8 @@ class EagleDecoder:
         # The step's one read: -1 past the accepted path.
         kept = batch.take([[t for t in row if t >= 0] for row in emitted.tolist()])
         if batch.keep_logits:
-            _keep_logits(batch, take_rows(logits, path), kept)
+            logits = take_rows(logits, path)
+        _keep(batch, batch.requests, list(map(len, kept)), logits, logprobs)
         batch.spend("verify", start)
         return accept_index, kept
 
@@ -503,6 +521,9 @@ class EagleDecoder:
                 draft_cache=caches[1].narrow(b),
                 seeds=torch.tensor(batch.seeds, dtype=torch.int64, device=device),
                 filters=batch.sampling.tensors(b, device),
+                processors=batch.sampling.processors(
+                    [r.prompt for r in batch.requests], self.target.vocab_size, device
+                ),
                 prefix_lens=unset.int(),
                 roots=unset,
             )
@@ -537,9 +558,52 @@ def _check_pair(target: TargetModel, head: EagleHead) -> None:
             raise ValueError(f"head: expected the target's {name} {expected}, got {got}")
 
 
-def _keep_logits(batch: Batch, logits: Tensor, kept: list[list[int]]) -> None:
-    for request, rows, tokens in zip(batch.requests, logits, kept, strict=True):
-        request.logits.append(rows[: len(tokens)].clone())
+def _refuse_logprobs(sampling: SamplingParams | None, call: str) -> None:
+    if getattr(sampling, "logprobs", False):
+        raise ValueError(f"logprobs: {call} has no place for them; use generate")
+
+
+def _process(
+    logits: Tensor, processors: dict[str, Tensor], tree: DraftTree | None = None
+) -> Tensor:
+    """The logits after bias and penalties, in float32 at least; the same tensor without any."""
+    if not processors:
+        return logits
+    processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    nodes = () if tree is None else (tree.draft_tokens, tree.parents, tree.num_nodes)
+    process_logits(processed, *nodes, **processors)
+    return processed
+
+
+def _count(processors: dict[str, Tensor], tokens: Tensor) -> None:
+    """Emitted tokens [B, T] join the history that the next step's penalties count."""
+    if "output_counts" in processors:
+        count_tokens(processors["output_counts"], tokens)
+
+
+def _logprobs(
+    batch: Batch, logits: Tensor, processed: Tensor, slots: Tensor, tokens: Tensor
+) -> Tensor | None:
+    """[B, T] log-probabilities of the tokens drawn at these slots, where asked for."""
+    asked = batch.sampling.logprobs
+    if not asked:
+        return None
+    return token_logprobs(processed if asked == "processed" else logits, slots, tokens)
+
+
+def _keep(
+    batch: Batch,
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    logits: Tensor,
+    logprobs: Tensor | None,
+) -> None:
+    """What was asked for behind each request's ``counts`` new tokens; it stays on the device."""
+    for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        if batch.keep_logits:
+            request.logits.append(logits[i, :count].clone())
+        if logprobs is not None:
+            request.logprobs.append(logprobs[i, :count].clone())
 
 
 def _pieces(batch: Batch, steps: Iterator[None]) -> Iterator[Any]:

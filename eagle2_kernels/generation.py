@@ -6,16 +6,21 @@ and stops at the first that ends it, so the cut is the same however many came at
 
 from __future__ import annotations
 
+import math
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .logits import mark_tokens
+
 __all__ = ["Batch", "Generation", "Generations", "SamplingParams", "Stats", "TextStream"]
+
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def check_count(name: str, value: Any) -> None:
@@ -31,6 +36,16 @@ class SamplingParams:
     ``temperature`` 0 takes the argmax. Otherwise logits are divided by it, then cut by ``top_k``
     (0: off), ``top_p`` (1: off) and ``min_p`` (0: off) in this order. Request i of a call uses
     ``seed + i``; None draws a seed from torch's global generator and the statistics report it.
+
+    Before that, and greedy or not: ``logit_bias`` (id -> value) is added, -inf bans a token; the
+    logit of every token of prompt or output is divided by ``repetition_penalty`` when positive,
+    else multiplied by it (1: off); ``frequency_penalty`` is taken away for each time a token was
+    generated and ``presence_penalty`` once if it was (0: off). See `process_logits`.
+
+    ``logprobs`` asks for the log-probability of each emitted token in `Generation.logprobs`: True
+    or ``"raw"`` under the model's own softmax, ``"processed"`` under that after bias and penalties.
+    Temperature and the cuts are in neither.
+
     Raises ValueError for a value out of range.
     """
 
@@ -39,6 +54,11 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: bool | str = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.temperature <= torch.finfo(torch.float32).max):
@@ -55,6 +75,53 @@ class SamplingParams:
             isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64
         ):
             raise ValueError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
+        largest = torch.finfo(torch.float32).max
+        if not (0 < self.repetition_penalty <= largest):
+            raise ValueError(
+                "repetition_penalty: expected a finite float32 value > 0, got "
+                f"{self.repetition_penalty}"
+            )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            if not (-largest <= value <= largest):
+                raise ValueError(f"{name}: expected a finite float32 value, got {value}")
+        if self.logit_bias is not None:
+            self._check_bias(self.logit_bias, largest)
+            # A copy: the caller's may change later.
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.logprobs not in (False, True, "raw", "processed"):
+            raise ValueError(
+                f"logprobs: expected True, False, 'raw' or 'processed', got {self.logprobs!r}"
+            )
+
+    @staticmethod
+    def _check_bias(bias: Mapping[int, float], largest: float) -> None:
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias: expected a mapping of ids to values, got {bias!r}")
+        for token, value in bias.items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"logit_bias: expected token ids, got {token!r}")
+            if not (value == -math.inf or -largest <= value <= largest):
+                raise ValueError(
+                    f"logit_bias: expected a finite float32 value or -inf for token {token}, "
+                    f"got {value!r}"
+                )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError for a biased id outside the vocabulary, or when nothing is left."""
+        bias = self.logit_bias or {}
+        for token in bias:
+            if token >= vocab_size:
+                raise ValueError(f"logit_bias: expected ids in [0, {vocab_size}), got {token}")
+        if sum(value == -math.inf for value in bias.values()) == vocab_size:
+            raise ValueError("logit_bias: expected a token that is not banned, got none")
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a bias or a penalty is on."""
+        return bool(self.logit_bias) or any(
+            getattr(self, name) != getattr(type(self), name) for name in _PENALTIES
+        )
 
     def seeds(self, count: int) -> list[int]:
         """One 64-bit seed (as a signed integer) per request."""
@@ -76,6 +143,33 @@ class SamplingParams:
             for name, (value, off, dtype) in values.items()
             if value != off
         }
+
+    def processors(
+        self, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Keyword arguments of `process_logits` for these prompts; none when nothing is on."""
+        batch = len(prompts)
+        processors = {
+            name: torch.full((batch,), getattr(self, name), dtype=torch.float32, device=device)
+            for name in _PENALTIES
+            if getattr(self, name) != getattr(type(self), name)
+        }
+        if processors:
+            processors["output_counts"] = torch.zeros(
+                batch, vocab_size, dtype=torch.int32, device=device
+            )
+        if "repetition_penalty" in processors:
+            longest = max(map(len, prompts))
+            padded = torch.tensor([[*p, *[-1] * (longest - len(p))] for p in prompts])
+            mask = torch.zeros(batch, (vocab_size + 31) // 32, dtype=torch.int32, device=device)
+            mark_tokens(mask, padded.to(device))
+            processors["prompt_mask"] = mask
+        if self.logit_bias:
+            tokens = torch.tensor(list(self.logit_bias), dtype=torch.int64, device=device)
+            values = torch.tensor(list(self.logit_bias.values()), dtype=torch.float32)
+            processors["bias_tokens"] = tokens.repeat(batch, 1)
+            processors["bias_values"] = values.to(device).repeat(batch, 1)
+        return processors
 
 
 @dataclass
@@ -110,7 +204,9 @@ class Generation:
         stats: see `Stats`.
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` (max_new_tokens) or ``"positions"`` (the
             end of the model's position table).
-        logits: [new_tokens, V] the target's logits behind each token, where asked for.
+        logits: [new_tokens, V] the target's logits behind each token, before bias and penalties,
+            where asked for.
+        logprobs: the log-probability of each token, where `SamplingParams.logprobs` asks for it.
     """
 
     token_ids: list[int]
@@ -118,6 +214,7 @@ class Generation:
     stats: Stats
     finish_reason: str
     logits: Tensor | None = None
+    logprobs: list[float] | None = None
 
 
 class Generations(list[Generation]):
@@ -201,6 +298,7 @@ class Request:
     shown: int = 0
     histogram: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._stream = TextStream(self.tokenizer) if self.follow_text else None
@@ -421,6 +519,7 @@ class Batch:
                     stats,
                     request.finish_reason,
                     torch.cat(request.logits) if self.keep_logits else None,
+                    torch.cat(request.logprobs).tolist() if self.sampling.logprobs else None,
                 )
             )
         if self.single:

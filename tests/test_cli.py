@@ -51,6 +51,9 @@ def test_train_has_an_option_for_every_field_of_the_config():
     ("args", "message"),
     [
         (["generate", "hi", "--compare", "--temperature", "1"], "--compare is greedy"),
+        (["generate", "hi", "--compare", "--presence-penalty", "1"], "--compare decodes without"),
+        (["generate", "hi", "--logit-bias", "3:1"], "--logit-bias: expected ID=VALUE"),
+        (["generate", "hi", "--logprobs"], "--logprobs goes with --json"),
         (["generate", "hi", "--target", "somewhere"], "--target and --draft go together"),
         (["generate", "hi", "--dtype", "int8"], "--dtype: expected bfloat16"),
         (["generate", "   "], "expected some text"),
@@ -99,6 +102,17 @@ def test_streamed_text_is_the_generated_text():
     whole = json.loads(invoke("generate", "Name two colours.", "-n", "16", "--json").stdout)
     assert streamed.stdout.strip() == whole["text"].strip()
     assert whole["stats"]["new_tokens"] == len(whole["token_ids"])
+
+
+@pytest.mark.slow
+def test_penalties_and_bans_reach_the_decoder():
+    arguments = ["generate", "Name two colours.", "-n", "12", "--json", "--logprobs"]
+    free = json.loads(invoke(*arguments).stdout)
+    assert len(free["logprobs"]) == len(free["token_ids"])
+    assert all(value <= 0 for value in free["logprobs"])
+    bans = [f"--logit-bias={token}=-inf" for token in free["token_ids"]]
+    banned = json.loads(invoke(*arguments, *bans, "--repetition-penalty", "1.3").stdout)
+    assert not set(banned["token_ids"]) & set(free["token_ids"])
 
 
 @pytest.mark.slow

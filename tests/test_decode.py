@@ -112,8 +112,14 @@ def test_random_models_trees_prompts_and_stops():
         settings = {
             "max_new_tokens": rng.randrange(1, 25),
             "eos_token_ids": rng.sample(range(61), rng.randrange(0, 4)),
-            "sampling": rng.choice(
-                [None, SamplingParams(temperature=1.2, top_p=0.95, seed=rng.randrange(2**40))]
+            "sampling": SamplingParams(
+                temperature=rng.choice([0.0, 1.2]),
+                top_p=0.95,
+                seed=rng.randrange(2**40),
+                repetition_penalty=rng.choice([1.0, 1.25, 0.8]),
+                frequency_penalty=rng.choice([0.0, 0.3]),
+                presence_penalty=rng.choice([0.0, -0.7, 1.1]),
+                logit_bias=rng.choice([None, {3: 2.0, 4: float("-inf")}]),
             ),
         }
         config = TreeConfig(rng.randrange(1, 40), rng.randrange(1, 9), rng.randrange(1, 7))
@@ -139,6 +145,146 @@ def test_sampled_equals_plain_with_the_same_seed(decoder, copycat, config, sampl
         plain = d.generate_plain(PROMPTS, max_new_tokens=16, sampling=sampling)
         assert tree.token_ids == plain.token_ids
         assert tree.stats.seeds == plain.stats.seeds
+
+
+# Values that float32 holds exactly, so that float64 arithmetic on them is the same everywhere.
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.75},
+    "presence": {"presence_penalty": 1.25},
+    "bias": {"logit_bias": {4: 3.5, 7: 2.5, 11: float("-inf")}},
+    "all": {
+        "repetition_penalty": 0.75,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.25,
+        "logit_bias": {5: 2.5, 8: float("-inf")},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("which", ["decoder", "copycat"])
+def test_penalties_greedy_equal_plain_and_hugging_face(which, name, request):
+    """transformers' own processors in its own order, and OpenAI's formula for the other two."""
+    transformers = pytest.importorskip("transformers")
+    decoder, penalties = request.getfixturevalue(which), PENALTIES[name]
+    settings = {"max_new_tokens": 30, "eos_token_ids": ()}
+    sampling = SamplingParams(**penalties)
+    plain = decoder.generate_plain(PROMPTS, sampling=sampling, **settings)
+    assert plain.token_ids != decoder.generate_plain(PROMPTS, **settings).token_ids
+    for config in TREES[:4]:
+        got = decoder.generate(PROMPTS, sampling=sampling, config=config, **settings)
+        assert got.token_ids == plain.token_ids
+
+    class OpenAI(transformers.LogitsProcessor):
+        def __init__(self, prompt_length):
+            self.prompt_length = prompt_length
+
+        def __call__(self, ids, scores):
+            counts = torch.bincount(ids[0, self.prompt_length :], minlength=scores.shape[-1])
+            frequency = sampling.frequency_penalty * counts
+            return scores - frequency - sampling.presence_penalty * (counts > 0)
+
+    bias = [[[token], value] for token, value in penalties.get("logit_bias", {}).items()]
+    for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
+        ids = torch.tensor([prompt])
+        out = decoder.target.hf_model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=30,
+            do_sample=False,
+            eos_token_id=None,
+            sequence_bias=bias or None,
+            repetition_penalty=sampling.repetition_penalty,
+            logits_processor=transformers.LogitsProcessorList([OpenAI(len(prompt))]),
+        )
+        assert out[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_sampled_equal_plain(decoder, copycat, name):
+    sampling = SamplingParams(0.9, 20, 0.95, 0.01, seed=5, **PENALTIES[name])
+    accepted = 0
+    for d in (decoder, copycat):
+        plain = d.generate_plain(PROMPTS, max_new_tokens=20, sampling=sampling)
+        for config in TREES[:2] + TREES[5:]:
+            tree = d.generate(PROMPTS, max_new_tokens=20, sampling=sampling, config=config)
+            assert tree.token_ids == plain.token_ids
+            accepted += sum(tree.stats.accept_histogram[1:])
+        # Request i has seed + i and its own history, whatever else is in the batch.
+        for i, prompt in enumerate(PROMPTS):
+            alone = SamplingParams(0.9, 20, 0.95, 0.01, seed=5 + i, **PENALTIES[name])
+            one = d.generate(prompt, max_new_tokens=20, sampling=alone)
+            assert one.token_ids == plain[i].token_ids
+            streamed = d.stream(prompt, max_new_tokens=20, sampling=alone)
+            assert [t for step in streamed for t in step] == one.token_ids
+    assert accepted > 10
+
+
+def test_banned_tokens_never_appear(copycat):
+    """The tokens it would emit are banned, then those it emits instead, and so on."""
+    banned = {}
+    for temperature in (0.0, 1.0):
+        for seed in range(4):
+            sampling = SamplingParams(
+                temperature,
+                seed=seed,
+                repetition_penalty=0.5,
+                presence_penalty=-2.0,
+                logit_bias=banned,
+            )
+            tree, plain = (
+                run(PROMPTS, max_new_tokens=20, sampling=sampling, eos_token_ids=())
+                for run in (copycat.generate, copycat.generate_plain)
+            )
+            assert tree.token_ids == plain.token_ids
+            seen = {token for row in tree.token_ids for token in row}
+            assert not seen & banned.keys()
+            banned = dict(list({**banned, **dict.fromkeys(seen, float("-inf"))}.items())[:55])
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_logprobs_are_those_of_the_emitted_tokens(copycat, temperature):
+    penalties = {"repetition_penalty": 1.5, "logit_bias": {5: 2.5, 8: float("-inf")}}
+    for kind in (True, "raw", "processed"):
+        sampling = SamplingParams(temperature, seed=3, logprobs=kind, **penalties)
+        tree, plain = (
+            run(PROMPTS, max_new_tokens=16, sampling=sampling, keep_logits=True)
+            for run in (copycat.generate, copycat.generate_plain)
+        )
+        assert tree.stats.accept_length > 1
+        for prompt, a, b in zip(PROMPTS, tree, plain, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+            want = []
+            for i, token in enumerate(a.token_ids):
+                row = a.logits[i].clone()
+                if kind == "processed":
+                    row[5] += 2.5
+                    row[8] = float("-inf")
+                    for seen in {*prompt, *a.token_ids[:i]}:
+                        row[seen] = row[seen] / 1.5 if row[seen] > 0 else row[seen] * 1.5
+                want.append(float(torch.log_softmax(row, -1)[token]))
+            assert a.logprobs == pytest.approx(want, abs=1e-5)
+
+
+def test_logprobs_end_where_the_tokens_do(copycat):
+    token, index = inner_token(copycat, PROMPTS[0])
+    settings = {"max_new_tokens": 24, "eos_token_ids": [token]}
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    got = copycat.generate(prompts, sampling=SamplingParams(logprobs=True), **settings)
+    assert len(got[0].logprobs) == len(got[0].token_ids) == index + 1
+    assert len(got[1].logprobs) == len(got[1].token_ids)
+    assert copycat.generate(prompts, **settings)[0].logprobs is None
+
+
+def test_logprobs_need_a_place(decoder):
+    for call in (decoder.stream, decoder.draft_step):
+        with pytest.raises(ValueError, match="logprobs: .* use generate"):
+            call([3], sampling=SamplingParams(logprobs=True))
 
 
 def test_sampling_follows_the_targets_distribution(decoder):
@@ -190,14 +336,18 @@ def test_a_prompt_longer_than_a_prefill_chunk(monkeypatch):
     monkeypatch.setattr("eagle2_kernels.decode._PREFILL_ROWS", 7)
     model = tiny_model("mistral")
     decoder = EagleDecoder(model, tiny_head(model))
-    prompts = [list(range(3, 3 + n)) for n in (7, 8, 30, 1, 14)]
-    chunked = decoder.generate(prompts, max_new_tokens=10)
+    settings = {
+        "prompts": [list(range(3, 3 + n)) for n in (7, 8, 30, 1, 14)],
+        "max_new_tokens": 10,
+        "sampling": SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=True),
+    }
+    chunked = decoder.generate(**settings)
     monkeypatch.undo()
-    assert chunked.token_ids == decoder.generate(prompts, max_new_tokens=10).token_ids
-    assert (
-        chunked.stats.accept_histogram
-        == decoder.generate(prompts, max_new_tokens=10).stats.accept_histogram
-    )
+    whole = decoder.generate(**settings)
+    assert chunked.token_ids == whole.token_ids
+    assert chunked.stats.accept_histogram == whole.stats.accept_histogram
+    for a, b in zip(chunked, whole, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-6)
 
 
 def test_kept_logits_are_those_behind_the_tokens(copycat):
@@ -470,6 +620,17 @@ def test_both_models_from_directories(decoder, tmp_path):
         ({"min_p": -0.1}, "min_p"),
         ({"seed": 2**64}, "seed"),
         ({"seed": 1.5}, "seed"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"presence_penalty": 1e39}, "presence_penalty"),
+        ({"logit_bias": [3]}, "logit_bias"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ({"logprobs": "top"}, "logprobs"),
     ],
 )
 def test_sampling_out_of_range(settings, message):
@@ -500,6 +661,12 @@ def test_tree_shapes_out_of_range(name, value):
         ([3], {"eos_token_ids": 2}, "eos_token_ids"),
         ([3], {"eos_token_ids": [2.5]}, "eos_token_ids"),
         ([3], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([3], {"sampling": SamplingParams(logit_bias={61: 1.0})}, r"logit_bias: .*\[0, 61\)"),
+        (
+            [3],
+            {"sampling": SamplingParams(logit_bias=dict.fromkeys(range(61), float("-inf")))},
+            "logit_bias: expected a token that is not banned",
+        ),
     ],
 )
 def test_calls_that_make_no_sense(decoder, prompts, settings, message):
@@ -666,7 +833,9 @@ def test_a_step_reads_the_device_once(copycat, monkeypatch, plain):
         monkeypatch.setattr(torch.Tensor, name, counted)
     settings = {"max_new_tokens": 24, "eos_token_ids": (), "plain": plain}
     per_step = []
-    for _ in copycat.stream(PROMPTS, sampling=SamplingParams(1.0, 5, 0.9, seed=1), **settings):
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.1, "logit_bias": {3: -1.0}}
+    sampling = SamplingParams(1.0, 5, 0.9, seed=1, **penalties)
+    for _ in copycat.stream(PROMPTS, sampling=sampling, **settings):
         per_step.append(list(reads))
         reads.clear()
     assert len(per_step) > 3
