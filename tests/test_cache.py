@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import paged, path_of, random_parents
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from eagle2_kernels import compact_kv, reference, tree_attention, write_kv
@@ -159,6 +161,38 @@ def test_compaction_is_a_gather_from_a_copy(dtype, layout):
         assert equal(both, want)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compaction_of_any_path_is_a_gather_from_a_copy(layout):
+    """Any permutation of any slots, sources and targets overlapping, at any prefix."""
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        st.lists(st.tuples(st.permutations(range(1, 9)), st.integers(-1, 8), st.integers(0, 12)))
+    )
+    def check(requests):
+        b = len(requests)
+        k, v, both, table = make_cache(layout, b, 21, 1, 2, torch.float32)
+        index = torch.full((b, 9), -1, dtype=torch.int32)
+        length, prefix = lens(*(n for _, n, _ in requests)), lens(*(p for *_, p in requests))
+        at = {}
+        for r in range(b):
+            for position in range(21):
+                page = (r, position) if table is None else divmod(position, k.shape[1])
+                at[r, position] = page if table is None else (int(table[r, page[0]]), page[1])
+        want = both.clone()
+        for cache in (k, v):
+            copy = torch.as_strided(want, cache.shape, cache.stride(), cache.storage_offset())
+            for r, (order, accepted, start) in enumerate(requests):
+                path = [0, *order][: accepted + 1]
+                index[r, : len(path)] = torch.tensor(path, dtype=torch.int32)
+                for i, slot in enumerate(path):
+                    copy[at[r, start + i]] = cache[at[r, start + slot]]
+        compact_kv([k, v], index, length, prefix, table, validate=True)
+        assert equal(both, want)
+
+    check()
+
+
 @pytest.mark.parametrize(
     "path", [[0, 1, 2, 3], [0, 3, 1, 2], [0, 2, 4, 1], [0, 2, 3], [0, 5]], ids=str
 )
@@ -230,6 +264,35 @@ def test_the_next_step_equals_straight_decoding(dtype, page_size, any_order):
     compact_kv([k, v], index, lens(len(path) - 1), lens(prefix), table)
     write_kv(k, v, next_k, next_v, after, None, table)
     assert equal(tree_attention(q, k, v, after, page_table=table), want)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16], ids=["dense", "pages of 1", "pages of 16"])
+@pytest.mark.parametrize("any_order", [False, True], ids=["sorted", "any order"])
+def test_steps_in_a_row_equal_straight_decoding(page_size, any_order):
+    """Tree after tree, accepted paths of all lengths: the cache is the one plain decoding fills."""
+    n, heads, dim, prefix = 9, 1, 16, 3
+    k, v = (rows(1, 120, heads, dim, seed=s) for s in (1, 2))
+    plain_k, plain_v = k.clone(), v.clone()
+    dense_k, dense_v, table = k, v, None
+    if page_size is not None:
+        k, v, table = paged(k, v, page_size, 3)
+    for step in range(9):
+        parents = random_parents(n, step, any_order=any_order)
+        deepest = max((path_of(parents, i) for i in range(n)), key=lambda p: (len(p), p))
+        path = deepest[: 1 + step % 4]
+        nodes_k, nodes_v = (rows(1, n, heads, dim, seed=10 * step + s) for s in (5, 6))
+        write_kv(k, v, nodes_k, nodes_v, lens(prefix), None, table)
+        index = torch.full((1, n), -1, dtype=torch.int32)
+        index[0, : len(path)] = torch.tensor(path)
+        compact_kv([k, v], index, lens(len(path) - 1), lens(prefix), table)
+        write_kv(plain_k, plain_v, nodes_k[:, path], nodes_v[:, path], lens(prefix))
+        prefix += len(path)
+        q = rows(1, 1, heads, dim, seed=1000 + step)
+        got = tree_attention(q, k, v, lens(prefix), tree_len=0, page_table=table)
+        want = tree_attention(q, plain_k, plain_v, lens(prefix), tree_len=0)
+        assert equal(got, want), step
+    assert table is not None or equal(dense_k[:, :prefix], plain_k[:, :prefix])
+    assert table is not None or equal(dense_v[:, :prefix], plain_v[:, :prefix])
 
 
 # arguments

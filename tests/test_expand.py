@@ -1,12 +1,14 @@
 """expand_topk and extend_draft_tree: one level of the draft tree."""
 
-import heapq
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from growth import candidate_count, grow, hashed_head, i32
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import eagle2_kernels as e2
 from eagle2_kernels import reference
@@ -227,27 +229,90 @@ def test_the_out_twin_overwrites_poison():
     assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
 
 
-def brute_force_best_first(head, vocab, max_depth, count):
-    """The ``count`` most probable non-empty paths, by repeatedly taking the best known one."""
-    heap, found = [(0.0, ())], []
-    while heap and len(found) <= count:
-        cost, path = heapq.heappop(heap)
-        found.append(path)
-        if len(path) < max_depth:
-            logp = torch.log_softmax(head(len(path), [list(path)])[0].double(), 0)
-            for token in range(vocab):
-                heapq.heappush(heap, (cost - float(logp[token]), (*path, token)))
-    return set(found[1:])
+def brute_force_tree(head, vocab, max_depth, count):
+    """The ``count`` best of all token paths up to ``max_depth``: [(path, float32 score)], in order.
+
+    Best is the greater score; among equals the smaller depth, then the place of the parent among
+    its level, then the smaller token rank. Scores are summed from the root as expand_topk does.
+    """
+    place = {(): ()}
+    score = {(): np.float32(0)}
+    level = [()]
+    for depth in range(max_depth):
+        logits = head(depth, [list(path) for path in level]).numpy()
+        children = []
+        for path, row in zip(level, logits, strict=True):
+            log_total = np.float32(np.log(np.exp(row.astype(np.float64) - row.max()).sum()))
+            order = sorted(range(vocab), key=lambda token, row=row: -row[token])
+            for rank, token in enumerate(order):
+                child = (*path, token)
+                score[child] = ((row[token] - row.max()) - log_total) + score[path]
+                place[child] = (-score[child], place[path], rank)
+                children.append(child)
+        level = children
+    del score[()]
+    ranked = sorted(score, key=lambda p: (-score[p], len(p), place[p[:-1]], place[p][2]))
+    return [(path, score[path]) for path in ranked[:count]], place
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_wide_frontier_finds_what_best_first_search_finds(seed):
-    vocab = top_k = 7
-    head = hashed_head(vocab, seed, scale=2.5)
-    tokens, scores, parents = grow(head, top_k, max_depth=5)
-    tree = e2.build_tree(torch.tensor([0]), i32([0]), tokens, scores, parents, max_nodes=8)
-    (paths,) = tree.paths(leaves_only=False)
-    assert {tuple(p.tokens) for p in paths} == brute_force_best_first(head, vocab, 5, 7)
+def shuffled_head(values, seed):
+    """Every path permutes the same logits, so that scores tie in and across levels."""
+    uniform = hashed_head(len(values), seed)
+    return lambda level, paths: torch.tensor(values)[uniform(level, paths).argsort(-1)]
+
+
+HEADS = {
+    "distinct": lambda seed: hashed_head(6, seed, scale=2.5),
+    "ties": lambda seed: shuffled_head([0.0, 0.0, -1.0, -1.0, -1.0, -3.0], seed),
+    "all equal": lambda seed: shuffled_head([0.0] * 6, seed),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", sorted(HEADS))
+@pytest.mark.parametrize(
+    ("top_k", "max_depth", "n"), [(6, 4, 7), (5, 4, 6), (3, 4, 4), (6, 1, 7), (1, 4, 2)], ids=str
+)
+def test_expansion_equals_brute_force_best_first_search(kind, seed, top_k, max_depth, n):
+    """A frontier of max_nodes - 1 loses none of the best nodes, and ties keep their order."""
+    head = HEADS[kind](seed)
+    tokens, scores, parents = grow(head, top_k, max_depth)
+    tree = e2.build_tree(torch.tensor([9]), i32([5]), tokens, scores, parents, n)
+    check_tree(tree, i32([5]))
+    best, place = brute_force_tree(head, 6, max_depth, n - 1)
+    kept = sorted(best, key=lambda item: (len(item[0]), place[item[0][:-1]], place[item[0]][2]))
+    slot = {(): 0} | {path: i for i, (path, _) in enumerate(kept, start=1)}
+    assert tree.draft_tokens[0].tolist() == [9, *(path[-1] for path, _ in kept)]
+    assert tree.parents[0].tolist() == [-1, *(slot[path[:-1]] for path, _ in kept)]
+    want = torch.tensor([0.0, *(float(score) for _, score in kept)])
+    torch.testing.assert_close(tree.scores[0], want, atol=1e-5, rtol=0)
+
+
+value = st.sampled_from([0.0, -0.0, 0.5, -1.0, 2.0, float("nan"), NEG_INF, float("inf")])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(value, min_size=9, max_size=9), min_size=1, max_size=4),
+    st.integers(1, 11),
+    st.sampled_from(DTYPES),
+)
+def test_top_k_of_ties_and_nan_equals_a_stable_sort(rows, k, dtype):
+    logits = torch.tensor(rows, dtype=dtype)[None]
+    tokens, scores, beam, *_ = e2.expand_topk(logits, torch.zeros(1, len(rows)), k)
+    for p, row in enumerate(rows):
+        known = [NEG_INF if x != x else x for x in row]
+        got = tokens[0, p * k : (p + 1) * k].tolist()
+        live = (scores[0, p * k : (p + 1) * k] > NEG_INF).tolist()
+        order = [i for i in sorted(range(9), key=lambda i: -known[i]) if known[i] > NEG_INF][:k]
+        # Beside +inf, the largest number there is, what is left rounds to -inf in some dtypes.
+        if float("inf") in known:
+            order = [i for i in order if known[i] == float("inf")]
+            got, live = got[: len(order)], live[: len(order)]
+        assert got == order + [0] * (len(got) - len(order))
+        assert live == [True] * len(order) + [False] * (len(got) - len(order))
+    listed = scores[0].tolist()
+    assert beam[0].tolist() == sorted(range(len(listed)), key=lambda i: -listed[i])[:k]
 
 
 def test_top_k_of_one_grows_the_greedy_chain():

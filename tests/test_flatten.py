@@ -383,6 +383,88 @@ def test_marginals_and_build_tree_agree_on_the_whole_tree_of_candidates():
     assert [(p.tokens, p.probability) for p in found.paths(leaves_only=False)[0]] == key
 
 
+# invariants
+
+
+def assert_invariants(tree, prefix):
+    """What every DraftTree promises, stated over whole arrays (check_tree goes slot by slot)."""
+    b, n = tree.draft_tokens.shape
+    slot = torch.arange(n).expand(b, n)
+    used = slot < tree.num_nodes[:, None]
+    inner = used & (slot > 0)
+    bits = e2.unpack_tree_mask(tree.tree_mask, n)
+    above = tree.parents.clamp(min=0).long()
+    # padding is exact
+    assert (tree.draft_tokens[~used] == 0).all() and (tree.parents[~used] == -1).all()
+    assert (tree.depths[~used] == 0).all() and (tree.scores[~used] == NEG_INF).all()
+    assert (tree.first_child[~used] == -1).all() and (tree.next_sibling[~used] == -1).all()
+    assert (tree.tree_mask[~used] == 0).all()
+    assert torch.equal(tree.position_ids, prefix[:, None] + tree.depths)
+    # one root, parents first, slots sorted by depth
+    assert (tree.parents[:, 0] == -1).all() and (tree.scores[used & (slot == 0)] == 0).all()
+    assert (tree.parents[inner] >= 0).all() and (tree.parents < slot)[inner].all()
+    assert torch.equal(tree.depths[inner], (tree.depths.gather(1, above) + 1)[inner])
+    assert (tree.depths[:, 1:] >= tree.depths[:, :-1])[inner[:, 1:]].all()
+    # a row is its parent's row and its own bit: popcount is depth + 1
+    assert torch.equal(bits.sum(-1)[used], (tree.depths[used] + 1).long())
+    own = torch.eye(n, dtype=torch.bool).expand(b, n, n)
+    grown = bits.gather(1, above[..., None].expand(b, n, n)) | own
+    assert torch.equal(bits[inner], grown[inner])
+    # links list each slot's children once, ascending, tokens distinct
+    for r in range(b):
+        listed = []
+        for s in range(int(tree.num_nodes[r])):
+            children, at = [], int(tree.first_child[r, s])
+            while at >= 0:
+                children.append(at)
+                at = int(tree.next_sibling[r, at])
+            assert children == sorted(children)
+            assert (tree.parents[r, children] == s).all()
+            assert len(set(tree.draft_tokens[r, children].tolist())) == len(children)
+            listed += children
+        assert sorted(listed) == list(range(1, int(tree.num_nodes[r])))
+
+
+@st.composite
+def candidate_batches(draw):
+    """Siblings with distinct tokens, families that share tokens; orphans and -inf among them."""
+    b, m = draw(st.integers(1, 3)), draw(st.integers(0, 30))
+    tokens, parents = [], []
+    for _ in range(b):
+        row = [draw(st.integers(-1, c - 1) | st.just(c + 3)) for c in range(m)]
+        parents.append(row)
+        tokens.append([row[:c].count(up) for c, up in enumerate(row)])
+    scores = draw(st.lists(score, min_size=b * m, max_size=b * m))
+    limit = st.tuples(st.integers(0, 40), st.integers(0, 6))
+    limits = draw(st.none() | st.lists(limit, min_size=b, max_size=b))
+    return (
+        torch.tensor(tokens, dtype=torch.int64).view(b, m),
+        torch.tensor(scores, dtype=torch.float32).view(b, m),
+        i32(parents).view(b, m),
+        draw(st.integers(1, 70)),
+        None if limits is None else i32(limits),
+    )
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(candidate_batches())
+def test_every_built_tree_keeps_the_invariants(case):
+    b = len(case[0])
+    prefix = torch.arange(b).int() * 5
+    assert_invariants(e2.build_tree(torch.arange(b), prefix, *case), prefix)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(hostile_marginals())
+def test_every_tree_of_marginals_keeps_the_invariants(case):
+    tokens, log_probs, n, limits = case
+    b = len(tokens)
+    prefix = torch.arange(b).int() * 5
+    limits = None if limits is None else i32(limits).view(b, 2)
+    tree = e2.build_tree_from_marginals(torch.arange(b), prefix, tokens, log_probs, n, limits)
+    assert_invariants(tree, prefix)
+
+
 # flatten_tree
 
 
@@ -431,7 +513,7 @@ def test_parents_in_any_slot_order(n):
         assert chain == (moved == node).nonzero()[:, 0].tolist()
 
 
-def test_cycles_and_strays_are_left_out():
+def test_orphans_and_cycles_are_marked_with_depth_minus_one_and_empty_rows():
     parents = i32([[-1, 2, 1, 0, 3, 9, 4, 7]])
     depths, positions, first_child, next_sibling, mask = e2.flatten_tree(
         parents, i32([8]), i32([20])
