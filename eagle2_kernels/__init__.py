@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         unpack_tree_mask,
     )
     from .logits import count_tokens, mark_tokens, process_logits, token_logprobs
-    from .models.heads import EagleHead
+    from .models.heads import Eagle3Head, EagleHead
     from .models.target import TargetModel
     from .verify import sample_and_verify, sample_tokens, verify_tree, verify_tree_coins
 
@@ -72,6 +72,7 @@ _HOME = {
     "mark_tokens": "logits",
     "process_logits": "logits",
     "token_logprobs": "logits",
+    "Eagle3Head": "models.heads",
     "EagleHead": "models.heads",
     "TargetModel": "models.target",
     "sample_and_verify": "verify",
@@ -83,6 +84,7 @@ _HOME = {
 __all__ = [
     "Candidates",
     "DraftTree",
+    "Eagle3Head",
     "EagleDecoder",
     "EagleHead",
     "SamplingParams",

@@ -144,7 +144,8 @@ class EagleDecoder:
         config: shape of the draft tree.
 
     Raises:
-        ValueError: the head's hidden size, vocabulary or device is not the target's.
+        ValueError: the head's hidden size, vocabulary or device is not the target's, or the target
+            lacks the layers that an EAGLE-3 head reads.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class EagleDecoder:
         _check_pair(self.target, head)
         # Again if it was bound: to these weights, in their present dtype and place.
         head.bind(self.target.hf_model)
+        self._taps = head.taps(self.target.num_layers)
         # The caches of the last call, taken by the next one that fits into them.
         self._idle: tuple[SlotCache, DraftCache] | None = None
 
@@ -174,7 +176,7 @@ class EagleDecoder:
         device: torch.device | str | None = None,
         config: TreeConfig | None = None,
     ) -> EagleDecoder:
-        """Load a target (directory or hub name) with its tokenizer, and a head (directory)."""
+        """Load a target with its tokenizer, and a head of either kind (directory or hub name)."""
         from .models.heads import EagleHead
         from .models.target import load_target_model
 
@@ -381,6 +383,13 @@ class EagleDecoder:
                 batch.spend("verify", start)
                 yield
 
+    def _forward(self, draft: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The target's features, for its lm_head and (to ``draft``) for the head."""
+        if draft and self._taps is not None:
+            return self.target.forward_tapped(self._taps, *args, **kwargs)
+        features = self.target.forward(*args, **kwargs)
+        return features, features
+
     def _prefill(self, batch: Batch, state: _State, draft: bool) -> None:
         """Prompts through the target and their pairs through the head; the first new tokens.
 
@@ -400,7 +409,8 @@ class EagleDecoder:
             width = min(_PREFILL_ROWS, longest - first)
             columns = torch.arange(first, first + width, device=device)
             before, lengths = totals.clamp(max=first), (totals - first).clamp(0, width)
-            features = self.target.forward(
+            features, for_head = self._forward(
+                draft,
                 state.cache,
                 tokens[:, first : first + width].contiguous(),
                 # Padding repeats the last position, so a position table is never overrun.
@@ -424,7 +434,7 @@ class EagleDecoder:
                 _keep(batch, requests, [1] * len(ending), logits, logprobs)
             if draft:
                 following = tokens[:, first + 1 : first + 1 + width].contiguous()
-                hidden = refeed(self.head, state.draft_cache, following, features, before, lengths)
+                hidden = refeed(self.head, state.draft_cache, following, for_head, before, lengths)
                 if state.root_hidden is None:
                     state.root_hidden = hidden.new_zeros(b, 1, hidden.shape[-1])
                 if ending:
@@ -467,7 +477,8 @@ class EagleDecoder:
         Returns the path's slots [B, max_depth + 1] and the tokens kept.
         """
         start = time.perf_counter()
-        features = self.target.forward(
+        features, for_head = self._forward(
+            True,
             state.cache,
             tree.draft_tokens,
             tree.position_ids,
@@ -497,7 +508,7 @@ class EagleDecoder:
         state.prefix_lens = state.prefix_lens + taken
         # A request that stands still keeps its root; its bonus token is -1.
         state.roots = torch.where(taken > 0, bonus, state.roots)
-        state.pending = (emitted.clamp(min=0), take_rows(features, path), taken)
+        state.pending = (emitted.clamp(min=0), take_rows(for_head, path), taken)
         # The step's one read: -1 past the accepted path.
         kept = batch.take([[t for t in row if t >= 0] for row in emitted.tolist()])
         if batch.keep_logits:
@@ -549,8 +560,9 @@ def _as_target(target: TargetModel | nn.Module) -> TargetModel:
 
 
 def _check_pair(target: TargetModel, head: EagleHead) -> None:
+    width = head.config.target_hidden_size or head.config.hidden_size
     for name, expected, got in (
-        ("hidden_size", target.hidden_size, head.config.hidden_size),
+        ("hidden_size", target.hidden_size, width),
         ("vocab_size", target.vocab_size, head.config.vocab_size),
         ("device", target.device, head.fc.weight.device),
     ):

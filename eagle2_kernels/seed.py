@@ -7,7 +7,7 @@ same with caches on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,7 +69,8 @@ def eagle2_generate_tree(
             here at the first level, then R = B * top_k rows, each its parent's row with the node's
             token and the draft's own hidden state behind. Of what it returns the last position
             counts, as [R, .., V] or [R, V], and [R, .., H] or [R, H].
-        hidden_states: [B, L, H], the target's hidden states of token_ids[:, :L].
+        hidden_states: [B, L, H], the target's hidden states of token_ids[:, :L]; for an
+            `Eagle3Head` the outputs of its layers side by side (`TargetModel.forward_tapped`).
         token_ids: [B, L + 1] int64, committed tokens; the last one is the root.
         max_nodes: nodes kept, the root included.
         top_k: children per node, and nodes expanded per level.
@@ -98,7 +99,7 @@ def eagle2_generate_tree(
     prefix_lens = torch.full((b,), length, dtype=torch.int32, device=token_ids.device)
     drafter: Drafter
     if isinstance(draft_model, EagleHead):
-        width = draft_model.config.hidden_size
+        width = draft_model.feature_size
         if hidden_states.shape[2] != width:
             raise ValueError(
                 f"hidden_states: expected the head's width {width}, got {hidden_states.shape[2]}"
@@ -121,6 +122,7 @@ def verify_with_target(
     tree: DraftTree,
     *,
     sampling: SamplingParams | None = None,
+    taps: Sequence[int] | None = None,
 ) -> VerifiedTree:
     """Run prefix and tree through the target in one forward and keep the path it agrees with.
 
@@ -132,6 +134,8 @@ def verify_with_target(
         target_model: a transformers causal LM, or a `TargetModel`; left as it is.
         tree: a tree with ``prefix_ids``.
         sampling: greedy by default; request i uses ``seed + i``.
+        taps: the layers whose outputs an `Eagle3Head` reads (its ``taps(num_layers)``): the
+            result's hidden_states are these then, side by side.
 
     Raises:
         ValueError: the tree has no prefix_ids, or the model is of a kind `TargetModel` refuses.
@@ -152,15 +156,17 @@ def verify_with_target(
     depths, position_ids, _, _, mask = flatten_tree(
         torch.cat([chain, below.int()], dim=1), lengths, nothing
     )
-    features = target.forward(
+    args = (
         target.new_cache(b, length + n),
         torch.cat([tree.prefix_ids, tree.draft_tokens], dim=1),
         position_ids,
         nothing,
-        tree_mask=mask,
-        depths=depths,
-        lengths=lengths,
     )
+    tree_args = {"tree_mask": mask, "depths": depths, "lengths": lengths}
+    if taps is None:
+        hidden = features = target.forward(*args, **tree_args)
+    else:
+        features, hidden = target.forward_tapped(taps, *args, **tree_args)
     deepest = max(n - 1, 1)
     _, accept_index, accept_length, _ = verified = sample_and_verify(
         target.logits(features[:, length:]),
@@ -181,7 +187,7 @@ def verify_with_target(
         [max(a, 0) / d if d else 0.0 for a, d in zip(accepted, depth, strict=True)],
         accept_index,
         [
-            torch.cat([features[r, :length], features[r, length + accept_index[r, : a + 1].long()]])
+            torch.cat([hidden[r, :length], hidden[r, length + accept_index[r, : a + 1].long()]])
             for r, a in enumerate(accepted)
         ],
     )

@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny_models import tiny_head, tiny_model
 import eagle2_kernels as ek
 from eagle2_kernels import EagleDecoder, SamplingParams, TreeConfig
 from eagle2_kernels.generation import TextStream
+from eagle2_kernels.models.heads import Eagle3Head
 
 pytest.importorskip("transformers")
 
@@ -57,6 +59,47 @@ def copycat():
     return EagleDecoder(model, head)
 
 
+@pytest.fixture(scope="module")
+def decoder3():
+    """An untrained EAGLE-3 head."""
+    model = tiny_model(num_hidden_layers=7)
+    return EagleDecoder(model, tiny_head(model, kind="Eagle3Head"))
+
+
+@pytest.fixture(scope="module")
+def copycat3():
+    """`copycat` with an EAGLE-3 head: each row attends to itself alone and passes its embedding on.
+
+    Queries and keys are one large constant, which the rotation makes alike only where they meet;
+    the residual is off, so nothing of earlier rows is left.
+    """
+    model = tiny_model(tie_word_embeddings=False, num_hidden_layers=7)
+    size = model.config.hidden_size
+    config = replace(
+        Eagle3Head._shape_for(model.config, None),
+        num_key_value_heads=4,
+        attention_bias=True,
+        norm_before_residual=True,
+    )
+    head = Eagle3Head(config, dtype=torch.float64)
+    head.reset_parameters()
+    layer, eye = head.layers[0], torch.eye(size)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        head.lm_head.weight.copy_(model.lm_head.weight)
+        layer.hidden_norm.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.zero_()
+            projection.bias.fill_(40.0)
+        layer.self_attn.v_proj.weight.copy_(torch.cat((eye, 0 * eye), dim=1))
+        layer.self_attn.o_proj.weight.copy_(eye)
+    return EagleDecoder(model, head.bind(model).eval())
+
+
 class Letters:
     """A tokenizer whose token i is one character; 2 is special, 50 .. 53 are parts of one '€'."""
 
@@ -77,8 +120,12 @@ class Letters:
 # Lossless
 
 
-@pytest.mark.parametrize("config", TREES, ids=ids_of)
-@pytest.mark.parametrize("which", ["decoder", "copycat"])
+@pytest.mark.parametrize(
+    ("which", "config"),
+    [(which, config) for which in ("decoder", "copycat") for config in TREES]
+    + [(which, config) for which in ("decoder3", "copycat3") for config in TREES[::3]],
+    ids=lambda value: value if isinstance(value, str) else ids_of(value),
+)
 def test_greedy_equals_plain_and_hugging_face(which, config, request):
     decoder = request.getfixturevalue(which)
     got = decoder.generate(PROMPTS, max_new_tokens=30, config=config, eos_token_ids=())
@@ -104,7 +151,11 @@ def test_random_models_trees_prompts_and_stops():
         name = rng.choice(["llama", "qwen3", "mistral", "gemma3"])
         model = tiny_model(name, seed=trial)
         vocab = rng.sample(range(61), 40) if trial % 2 else None
-        decoder = EagleDecoder(model, tiny_head(model, vocab, seed=trial))
+        kind = "EagleHead"
+        if trial % 3 == 0:
+            name, kind = ("qwen3", "llama")[trial % 2], "Eagle3Head"
+            model = tiny_model(name, seed=trial, num_hidden_layers=7)
+        decoder = EagleDecoder(model, tiny_head(model, vocab, seed=trial, kind=kind))
         prompts = [
             [rng.randrange(61) for _ in range(rng.randrange(1, 24))]
             for _ in range(rng.randrange(1, 4))
@@ -320,9 +371,9 @@ def test_padded_rows_change_nothing_in_float64(decoder):
         assert padded.token_ids == plain.token_ids
 
 
-def test_a_batch_equals_single_runs(decoder, copycat):
+def test_a_batch_equals_single_runs(decoder, copycat, copycat3):
     sampling = SamplingParams(temperature=1.0, seed=11)
-    for d in (decoder, copycat):
+    for d in (decoder, copycat, copycat3):
         together = d.generate(PROMPTS, max_new_tokens=20, sampling=sampling)
         for i, prompt in enumerate(PROMPTS):
             alone = d.generate(
@@ -382,8 +433,10 @@ def inner_token(decoder, prompt):
     raise AssertionError("no step with several new tokens")
 
 
-def test_the_copycat_accepts(copycat):
+@pytest.mark.parametrize("which", ["copycat", "copycat3"])
+def test_the_copycat_accepts(which, request):
     """The tests of cuts inside accepted paths need paths."""
+    copycat = request.getfixturevalue(which)
     assert copycat.generate(PROMPTS[0], max_new_tokens=24, eos_token_ids=()).stats.accept_length > 2
 
 
@@ -590,7 +643,9 @@ def test_a_beginning_of_a_stop_string_waits(speaker):
 # Loading
 
 
-def test_both_models_from_directories(decoder, tmp_path):
+@pytest.mark.parametrize("which", ["decoder", "copycat3"])
+def test_both_models_from_directories(which, request, tmp_path):
+    decoder = request.getfixturevalue(which)
     model = decoder.target.hf_model
     model.save_pretrained(tmp_path / "target")
     decoder.head.save(tmp_path / "draft")
@@ -599,6 +654,7 @@ def test_both_models_from_directories(decoder, tmp_path):
     )
     assert loaded.tokenizer is None
     assert loaded.target.dtype == loaded.head.fc.weight.dtype == torch.float64
+    assert type(loaded.head) is type(decoder.head)
     expected = decoder.generate_plain(PROMPTS, max_new_tokens=12).token_ids
     assert loaded.generate(PROMPTS, max_new_tokens=12).token_ids == expected
 
@@ -736,10 +792,10 @@ def test_nothing_asks_for_gradients_or_changes_threads(decoder):
 def naive_level(head, features, tokens, path, hidden_of):
     """The head's outputs along one path, by dense attention over prefix pairs and path.
 
-    features [L, H] and tokens [L] are the true pairs; ``path`` the drafted tokens after the root.
+    features [L, F] and tokens [L] are the true pairs; ``path`` the drafted tokens after the root.
     ``hidden_of`` caches outputs by path.
     """
-    rows = [head.inputs(tokens, features)]
+    rows = [head.inputs(tokens, head.fuse(features))]
     positions = [torch.arange(len(tokens))]
     for depth in range(len(path)):
         parent = hidden_of[tuple(path[:depth])]
@@ -755,11 +811,13 @@ def naive_level(head, features, tokens, path, hidden_of):
     return head.finish(x, attn)[-1]
 
 
+@pytest.mark.parametrize("kind", ["EagleHead", "Eagle3Head"])
 @pytest.mark.parametrize("config", [TreeConfig(16, 3, 4), TreeConfig(40, 5, 5)], ids=ids_of)
-def test_draft_levels_equal_a_naive_recomputation(config):
+def test_draft_levels_equal_a_naive_recomputation(config, kind):
     """Every kept node's probability, after several steps of re-feeding true features."""
-    model = tiny_model()
-    decoder = EagleDecoder(model, tiny_head(model, [*range(0, 61, 2), 3, 11]), config=config)
+    model = tiny_model(num_hidden_layers=7)
+    head = tiny_head(model, [*range(0, 61, 2), 3, 11], kind=kind)
+    decoder = EagleDecoder(model, head, config=config)
     prompt = PROMPTS[2]
     tokens = plain_tokens(decoder, prompt, 8)
     text = prompt + tokens
@@ -775,7 +833,10 @@ def test_draft_levels_equal_a_naive_recomputation(config):
     assert len(trees) > 2
     head = decoder.head
     with torch.inference_mode():
-        features = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
+        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        # hidden_states[i + 1] is the output of layer i, the last one behind the final norm.
+        read = [-1] if kind == "EagleHead" else [2, 3, 4]
+        features = torch.cat([states[i][0] for i in read], dim=-1)
         for tree, prefix_lens in trees:
             length = int(prefix_lens[0])
             pairs = features[:length], torch.tensor(text[1 : length + 1])

@@ -1,13 +1,12 @@
-"""The EAGLE-1/2 head: its formula, its vocabulary, its files."""
+"""Draft heads: their formula, their vocabulary, the target they are bound to."""
 
-import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from eagle2_kernels.models.heads import EagleConfig, EagleHead
+from eagle2_kernels.models.draft import HeadDrafter, new_draft_cache, refeed
+from eagle2_kernels.models.heads import Eagle3Head, EagleConfig, EagleHead
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,6 +32,11 @@ def tiny_target(seed=0, dtype=torch.float32, **changes):
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def deep_target():
+    return tiny_target(num_hidden_layers=7)
 
 
 def plain_head(head, tokens, feature_of, row):
@@ -81,10 +85,10 @@ def plain_head(head, tokens, feature_of, row):
     return h + w["layers.0.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
 
 
-def random_text(target, length=9, batch=1, seed=1):
+def random_text(target, length=9, batch=1, seed=1, taps=1):
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, target.config.vocab_size, (batch, length), generator=g)
-    features = torch.randn(batch, length, target.config.hidden_size, generator=g)
+    features = torch.randn(batch, length, taps * target.config.hidden_size, generator=g)
     return tokens, features
 
 
@@ -120,6 +124,28 @@ def test_recursive_levels_see_what_a_draft_sees(target):
             torch.testing.assert_close(
                 levels[depth][0, row].double(), expected, rtol=1e-4, atol=1e-4
             )
+
+
+@pytest.mark.parametrize("kind", [EagleHead, Eagle3Head])
+@torch.no_grad()
+def test_training_levels_equal_a_drafted_chain(deep_target, kind):
+    """Level s of row i is what the decode loop computes s - 1 drafts behind true row i - s + 1."""
+    head = kind.from_target(deep_target, seed=6)
+    tokens, features = random_text(deep_target, taps=head.feature_size // 32)
+    levels = head.forward_train(tokens, features, steps=4)
+    for true in (1, 4):
+        cache = new_draft_cache(head, 1, 9)
+        count = torch.tensor([true], dtype=torch.int32)
+        nothing, row = torch.zeros_like(count), torch.zeros(1, 1, dtype=torch.int32)
+        hidden = refeed(head, cache, tokens[:, :true], features[:, :true], nothing, count)
+        drafter = HeadDrafter(head, cache, count, hidden[:, -1:])
+        torch.testing.assert_close(drafter.root()[0, 0], head.logits(levels[0][0, true - 1]))
+        for step in range(3):
+            mask = torch.tensor([[[2 ** (step + 1) - 1]]])
+            at = true + step
+            logits = drafter.level(tokens[:, at : at + 1].contiguous(), row, mask, step)
+            expected = head.logits(levels[step + 1][0, at])
+            torch.testing.assert_close(logits[0, 0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_training_forward_ignores_padding_and_later_tokens(target):
@@ -216,93 +242,48 @@ def test_bad_draft_vocabularies_are_refused(target, vocab, error, match):
     ],
     ids=["repeated", "negative", "past the vocabulary", "two dimensions"],
 )
-def test_a_head_is_not_made_or_loaded_with_a_bad_vocabulary_map(target, tmp_path, ids, match):
+def test_a_head_is_not_made_with_a_bad_vocabulary_map(target, ids, match):
     good = EagleHead.from_target(target, [5, 2, 60])
     with pytest.raises(ValueError, match=match):
         EagleHead(good.config, torch.tensor(ids))
     with pytest.raises(TypeError, match="draft_to_target: expected integer target ids, got float"):
         EagleHead(good.config, torch.tensor(ids).float())
-    good.draft_to_target = torch.tensor(ids)
-    good.save(tmp_path)
-    with pytest.raises(ValueError, match=match):
-        EagleHead.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("vocab", [None, [5, 2, 60]], ids=["full", "draft-vocab"])
-def test_saved_head_comes_back(target, tmp_path, vocab):
-    head = EagleHead.from_target(target, vocab, seed=5)
-    head.save(tmp_path)
-    again = EagleHead.from_pretrained(tmp_path, target=target)
-    assert again.config == head.config
-    assert again.fc.weight.dtype == torch.float32
-    for (name, a), (_, b) in zip(head.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(a.bfloat16(), b.bfloat16()), name
-    if vocab:
-        assert again.draft_to_target.tolist() == vocab
-    tokens, features = random_text(target)
-    with torch.no_grad():
-        again.logits(again.forward_train(tokens, features)[0])
-
-
-def test_saved_weights_are_bfloat16_under_public_names(target, tmp_path):
-    EagleHead.from_target(target, [1, 2]).save(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    assert state["fc.weight"].dtype == torch.bfloat16
-    assert state["draft_to_target"].dtype == torch.int32
-    assert {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"} <= state.keys()
-    assert not any("embed" in k or "lm_head" in k for k in state)
-
-
-def test_loading_lists_everything_that_does_not_fit(target, tmp_path):
-    EagleHead.from_target(target).save(tmp_path)
-    path = tmp_path / "model.safetensors"
-    state = load_file(path)
-    del state["layers.0.mlp.up_proj.weight"]
-    state["hidden_norm.weight"] = torch.ones(32)
-    state["fc.weight"] = torch.ones(32, 32)
-    save_file(state, path)
-    with pytest.raises(ValueError) as caught:
-        EagleHead.from_pretrained(tmp_path, target=target)
-    message = str(caught.value)
-    assert "unknown keys: hidden_norm.weight" in message
-    assert "missing keys: layers.0.mlp.up_proj.weight" in message
-    assert "fc.weight (expected [32, 64], got [32, 32])" in message
-
-
-def test_public_checkpoint_layout_loads(target, tmp_path):
-    """pytorch_model.bin without fc.bias, with an embedding of its own, Llama's config.json."""
-    head = EagleHead.from_target(target)
-    state = {k: v.detach().clone() for k, v in head.named_parameters() if k != "fc.bias"}
-    state["embed_tokens.weight"] = torch.randn(97, 32)
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 97,
-        "rms_norm_eps": 1e-6,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    again = EagleHead.from_pretrained(tmp_path, target=target)
-    assert again.fc.bias is None
-    assert again.config.rope_theta == 10000.0
-    assert torch.equal(again.embed_weight, state["embed_tokens.weight"])
-
-
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        EagleHead.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors or pytorch_model\.bin"):
-        EagleHead.from_pretrained(tmp_path)
 
 
 def test_binding_to_another_width_is_refused(target):
     head = EagleHead.from_target(target)
     with pytest.raises(ValueError, match=r"expected an embedding of \[97, 32\]"):
         head.bind(tiny_target(hidden_size=16))
+
+
+def test_an_eagle3_head_reads_three_layers(deep_target):
+    head = Eagle3Head.from_target(deep_target, [7, 3, 5])
+    assert head.feature_size == 96 and head.fc.weight.shape == (32, 96)
+    assert [head.taps(n) for n in (7, 30, 32)] == [(1, 2, 3), (1, 14, 26), (1, 15, 28)]
+    assert EagleHead.from_target(deep_target).taps(7) is None
+    # It starts from the target's rows, and goes its own way from there.
+    rows = deep_target.lm_head.weight[[7, 3, 5]]
+    assert torch.equal(head.lm_head.weight, rows)
+    assert head.lm_head.weight.requires_grad
+    assert "lm_head.weight" in head.state_dict()
+    assert head.lm_head_weight is None
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_too_few_layers_are_refused_with_the_reason(layers):
+    with pytest.raises(ValueError, match=rf"at least 7 layers .* below 7\), got {layers}"):
+        Eagle3Head.from_target(tiny_target(num_hidden_layers=layers))
+
+
+def test_own_parts_survive_binding(deep_target):
+    head = Eagle3Head.from_target(deep_target)
+    own = torch.randn(97, 32)
+    head.set_embedding(own)
+    with torch.no_grad():
+        head.lm_head.weight.fill_(2.0)
+    head.bind(deep_target)
+    assert torch.equal(head.embed_weight, own)
+    assert torch.equal(head.lm_head.weight, torch.full((97, 32), 2.0))
 
 
 def test_unbound_head_says_so(target):

@@ -31,6 +31,14 @@ def last_hidden(model, token_ids):
         return model(token_ids, output_hidden_states=True).hidden_states[-1]
 
 
+def features_of(model, token_ids, kind):
+    """What a head of this kind reads: the last hidden state, or the outputs of layers 1, 2, 3."""
+    if kind == "EagleHead":
+        return last_hidden(model, token_ids)
+    with torch.no_grad():
+        return torch.cat(model(token_ids, output_hidden_states=True).hidden_states[2:5], dim=-1)
+
+
 def plain_draft(hidden_states, token_ids):
     """A plain callable: its logits hang on the last token, its hidden state on nothing."""
     weights = torch.linspace(-3, 3, 61 * 61, dtype=torch.float64).sin() * 4
@@ -162,6 +170,25 @@ def test_repeating_both_is_greedy_decoding(name, draft):
     assert emitted == greedy(model, PROMPT, len(emitted))
 
 
+def test_an_eagle3_head_reads_the_tapped_layers():
+    model = tiny_model(num_hidden_layers=7)
+    head, token_ids = tiny_head(model, kind="Eagle3Head"), PROMPT
+    taps = head.taps(7)
+    hidden_states = features_of(model, token_ids, "Eagle3Head")[:, :-1]
+    emitted = []
+    while len(emitted) < 8:
+        tree = eagle2_generate_tree(head, hidden_states, token_ids)
+        result = verify_with_target(model, tree, taps=taps)
+        emitted += result.tokens[0]
+        token_ids = torch.cat([token_ids, torch.tensor(result.tokens)], dim=1)
+        hidden_states = result.hidden_states[0][None]
+        expected = features_of(model, token_ids, "Eagle3Head")[:, :-1]
+        torch.testing.assert_close(hidden_states, expected, rtol=1e-4, atol=1e-4)
+    assert emitted == greedy(model, PROMPT, len(emitted))
+    with pytest.raises(ValueError, match="expected the head's width 96, got 32"):
+        eagle2_generate_tree(head, last_hidden(model, token_ids)[:, :-1], token_ids)
+
+
 def test_the_model_is_left_as_it_was(target_model):
     tree = eagle2_generate_tree(plain_draft, last_hidden(target_model, PROMPT)[:, :-1], PROMPT)
     before = target_model.config._attn_implementation
@@ -181,13 +208,16 @@ def test_a_batch_is_its_requests(target_model):
         assert verify_with_target(target_model, one).tokens[0] == result.tokens[r]
 
 
-def test_a_head_and_the_decoder_draw_the_same_tree(target_model):
-    head = tiny_head(target_model)
+@pytest.mark.parametrize("kind", ["EagleHead", "Eagle3Head"])
+def test_a_head_and_the_decoder_draw_the_same_tree(kind):
+    target_model = tiny_model(num_hidden_layers=7)
+    head = tiny_head(target_model, kind=kind)
     config = TreeConfig(12, 4, 4)
     step = EagleDecoder(target_model, head).draft_step(PROMPT[0].tolist(), config=config)
     root = step.tree.draft_tokens[:, :1]
     token_ids = torch.cat([PROMPT, root], dim=1)
-    tree = eagle2_generate_tree(head, last_hidden(target_model, PROMPT), token_ids, 12, 4, 4)
+    features = features_of(target_model, PROMPT, kind)
+    tree = eagle2_generate_tree(head, features, token_ids, 12, 4, 4)
     for name in ("draft_tokens", "parents", "depths", "position_ids", "tree_mask"):
         assert torch.equal(getattr(tree, name), getattr(step.tree, name)), name
     torch.testing.assert_close(tree.scores, step.tree.scores, rtol=1e-5, atol=1e-5)

@@ -89,6 +89,38 @@ def test_every_node_of_a_tree_equals_its_own_path(name):
         torch.testing.assert_close(features[slot], expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_tapped_layers_are_the_models_hidden_states(name):
+    """The outputs of layers, before any norm, from the forward that brings the features."""
+    model = tiny_model(name)
+    target = TargetModel(model)
+    ids = tokens(13)[None]
+    args = (ids, torch.arange(13)[None], lens(0))
+    features, tapped = target.forward_tapped((1, 0), target.new_cache(1, 13), *args)
+    assert torch.equal(features, target.forward(target.new_cache(1, 13), *args))
+    last, first = tapped.chunk(2, dim=-1)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states[1]
+    torch.testing.assert_close(first, expected, **TOLERANCE)
+    # Of the last layer, transformers shows what its final norm makes of it.
+    norms = ("norm", "final_layer_norm", "ln_f")
+    norm = next(m for n in norms if (m := getattr(target._base, n, None)) is not None)
+    torch.testing.assert_close(norm(last), features, **TOLERANCE)
+
+
+def test_layers_that_are_not_there_cannot_be_tapped():
+    target = TargetModel(tiny_model())
+    args = (target.new_cache(1, 2), torch.tensor([[3, 4]]), torch.arange(2)[None], lens(0))
+    with pytest.raises(ValueError, match=r"taps: expected layers in \[0, 2\), got \[2, -1\]"):
+        target.forward_tapped((2, 0, -1), *args)
+    # Nothing is left behind in the model by a forward that fails.
+    with pytest.raises(IndexError):
+        target.forward_tapped((0,), target.new_cache(1, 2), torch.tensor([[99]]), *args[2:])
+    assert not any(block._forward_hooks for block in target._blocks)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_ragged_rows_equal_their_unpadded_runs(name):
     """Positions belong to each row: the longest row's must not be used for all."""

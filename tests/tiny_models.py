@@ -63,8 +63,8 @@ def randomized(model, seed):
     return model
 
 
-def tiny_head(model, draft_vocab=None, seed=0):
+def tiny_head(model, draft_vocab=None, seed=0, kind="EagleHead"):
     """An untrained head: its drafts are rarely right, which a lossless loop must not mind."""
-    from eagle2_kernels.models.heads import EagleHead
+    from eagle2_kernels.models import heads
 
-    return EagleHead.from_target(model, draft_vocab, seed=seed).eval()
+    return getattr(heads, kind).from_target(model, draft_vocab, seed=seed).eval()

@@ -116,12 +116,12 @@ def refeed(
 ) -> Tensor:
     """Append ``lengths[b]`` true (feature, token) pairs behind ``prefix_lens[b]`` pairs.
 
-    token_ids [B, R] int64, features [B, R, H] (token_ids[:, i] follows features[:, i]), prefix_lens
-    and lengths [B] int32 -> the head's features [B, R, H]; rows from lengths[b] on are padding.
+    token_ids [B, R] int64, features [B, R, F] (token_ids[:, i] follows features[:, i]), prefix_lens
+    and lengths [B] int32 -> the head's output [B, R, H]; rows from lengths[b] on are padding.
     K/V that tree rows of the last step left in these slots are overwritten.
     """
     rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-    x = head.inputs(token_ids, features)
+    x = head.inputs(token_ids, head.fuse(features))
     q, k, v = head.project_qkv(x, prefix_lens[:, None] + rows)
     write_kv(cache.k, cache.v, k, v, prefix_lens, lengths)
     return head.finish(x, tree_attention(q, cache.k, cache.v, prefix_lens))

@@ -10,7 +10,7 @@ implementation is what it was whenever no forward of ours is running.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ _HARMLESS = frozenset(
 class _Layer:
     """What one layer's attention is, as the probe saw it."""
 
+    module: nn.Module
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -174,6 +175,7 @@ class TargetModel:
         if self._lm_head is None:
             raise ValueError(f"hf_model: expected a model with an lm_head, {self._name} has none")
         self._layers, self._configs = self._probe()
+        self._blocks = _find_blocks(self._base, [layer.module for layer in self._layers])
         self._finish_logits = self._probe_logits()
         self._row_invariant: tuple[int | None] | None = None
 
@@ -259,6 +261,40 @@ class TargetModel:
         finally:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
+
+    def forward_tapped(
+        self, taps: Sequence[int], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`, and what the layers ``taps`` put out on the way: what EAGLE-3 heads read.
+
+        ::
+
+            taps (1, n // 2 - 1, n - 4) -> features [B, N, H], tapped [B, N, len(taps) * H]
+
+        A layer's output is the hidden state behind its residual sum, before any norm; layers count
+        from 0. The other arguments are `forward`'s. Raises ValueError for a layer that the model
+        does not have, or when its layers cannot be told apart.
+        """
+        if not self._blocks:
+            raise ValueError(f"taps: {self._name} keeps its layers in no list to look into")
+        strange = [i for i in taps if not 0 <= i < len(self._blocks)]
+        if strange:
+            raise ValueError(f"taps: expected layers in [0, {len(self._blocks)}), got {strange}")
+        seen: dict[int, Tensor] = {}
+
+        def hook(index: int) -> Callable[[nn.Module, Any, Any], None]:
+            def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+                seen[index] = output if isinstance(output, Tensor) else output[0]
+
+            return keep
+
+        handles = [self._blocks[i].register_forward_hook(hook(i)) for i in taps]
+        try:
+            features = self.forward(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return features, torch.cat([seen[i] for i in taps], dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
         """The model's logits [.., V] of features [.., H]."""
@@ -363,6 +399,7 @@ class TargetModel:
             raise ValueError(f"{where}: expected as many new keys as queries (no cross attention)")
         scaling = kwargs.get("scaling")
         return _Layer(
+            module=module,
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=query.shape[-1],
@@ -423,6 +460,21 @@ class TargetModel:
             "hf_model: expected logits that are the lm_head of the last hidden state (softcapped "
             f"or scaled), {self._name} computes something else"
         )
+
+
+def _find_blocks(base: nn.Module, attentions: list[nn.Module]) -> list[nn.Module]:
+    """The decoder layers around these attention modules; empty when no module lists them."""
+    for module in base.modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == len(attentions)
+            and all(
+                any(m is attention for m in block.modules())
+                for block, attention in zip(module, attentions, strict=True)
+            )
+        ):
+            return list(module)
+    return []
 
 
 def _cancelling(rows: int, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def accepted_at(
 ) -> Tensor:
     """Count the drafts a greedy target accepts, were the tree rooted at each position.
 
-    tokens [T] int64 (prompt and text), features [T, H], roots first_root .. T - 2 (all at least 1)
+    tokens [T] int64 (prompt and text), features [T, F], roots first_root .. T - 2 (all at least 1)
     -> int64 [T - 1 - first_root].
 
     The tree is EAGLE-2's: `top_k` children per node, the `top_k` best candidates of a level are
@@ -60,7 +60,7 @@ def accepted_at(
     scale = c.head_dim**-0.5
     # True rows: draft position i holds (token i + 1, feature i).
     rows = torch.arange(tokens.numel() - 1, device=tokens.device)
-    x = head.inputs(tokens[1:], features[:-1])
+    x = head.inputs(tokens[1:], head.fuse(features[:-1]))
     q, key, value = head.project_qkv(x, rows)
     attn = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
