@@ -560,10 +560,23 @@ EAGLE2_HD void extend_level(int64_t level, int64_t top_k, int64_t words, const i
 
 // Verification.
 
+// The first of the siblings from `first` on for which `wanted(child, place)` holds, or -1. Ends
+// after `slots` steps, whatever the links hold.
+template <class Wanted>
+EAGLE2_HD int32_t find_sibling(int32_t first, const int32_t* next_sibling, int64_t slots,
+                               const Wanted& wanted) {
+  int32_t child = first;
+  for (int64_t place = 0; place < slots && child >= 0 && child < slots; ++place) {
+    if (wanted(child, place)) return child;
+    child = next_sibling[child];
+  }
+  return -1;
+}
+
 // Walks from the root to the child that carries the target's own token, until there is none or
 // `max_depth` drafts are accepted. `target(slot)` gives the target's token after a slot and is
 // asked at visited slots only. Writes the visited slots and the target's token at each of them;
-// returns the drafts accepted. Every loop is bounded, whatever the links hold.
+// returns the drafts accepted.
 template <class Target>
 EAGLE2_HD int32_t walk_tree(const Target& target, const int64_t* draft_tokens,
                             const int32_t* first_child, const int32_t* next_sibling, int64_t slots,
@@ -573,13 +586,10 @@ EAGLE2_HD int32_t walk_tree(const Target& target, const int64_t* draft_tokens,
   accept_index[0] = 0;
   emitted[0] = token;
   while (accepted < max_depth) {
-    int32_t child = first_child[slot];
-    int64_t looked_at = 0;
-    while (child >= 0 && child < slots && looked_at < slots && draft_tokens[child] != token) {
-      child = next_sibling[child];
-      ++looked_at;
-    }
-    if (child < 0 || child >= slots || looked_at >= slots) break;
+    const int32_t child =
+        find_sibling(first_child[slot], next_sibling, slots,
+                     [&](int32_t sibling, int64_t) { return draft_tokens[sibling] == token; });
+    if (child < 0) break;
     slot = child;
     ++accepted;
     token = target(slot);
@@ -587,6 +597,58 @@ EAGLE2_HD int32_t walk_tree(const Target& target, const int64_t* draft_tokens,
     emitted[accepted] = token;
   }
   return accepted;
+}
+
+// Whether one of the `count` siblings from `first` on carries `token`.
+EAGLE2_HD bool is_carried(int32_t first, const int32_t* next_sibling, const int64_t* draft_tokens,
+                          int64_t count, int64_t token) {
+  for (; count > 0; --count, first = next_sibling[first]) {
+    if (draft_tokens[first] == token) return true;
+  }
+  return false;
+}
+
+// Walks from the root by uniform numbers: to the first child whose cumulative target probability
+// exceeds the coin of the slot it hangs under. Where none does, `draw(slot, first)` draws the last
+// token from what the children from `first` on (-1: none) leave of that slot's probabilities, or
+// returns -1 when they leave nothing. `probability(slot, token)` is 0 outside the vocabulary. A
+// token that siblings repeat counts once. Writes the visited slots and the last token; returns the
+// drafts accepted.
+template <class Probability, class Coin, class Draw>
+EAGLE2_HD int32_t walk_tree_coins(const Probability& probability, const Coin& coin,
+                                  const Draw& draw, const int64_t* draft_tokens,
+                                  const int32_t* first_child, const int32_t* next_sibling,
+                                  int64_t slots, int64_t max_depth, int32_t* accept_index,
+                                  int64_t* bonus) {
+  int32_t slot = 0, accepted = 0;
+  accept_index[0] = 0;
+  while (true) {
+    const int32_t first = accepted < max_depth ? first_child[slot] : -1;
+    const double threshold = coin(slot);
+    double cumulative = 0;
+    int32_t possible = -1;
+    int32_t child = find_sibling(first, next_sibling, slots, [&](int32_t sibling, int64_t place) {
+      const int64_t token = draft_tokens[sibling];
+      const double p = probability(slot, token);
+      if (!(p > 0) || is_carried(first, next_sibling, draft_tokens, place, token)) return false;
+      cumulative += p;
+      possible = sibling;
+      return cumulative > threshold;
+    });
+    if (child < 0) {
+      *bonus = draw(slot, first);
+      if (*bonus >= 0) return accepted;
+      // Only rounding kept the coin above the children's sum, so the last of them is meant. A row
+      // without any probability yields the lowest id.
+      child = possible;
+      if (child < 0) {
+        *bonus = 0;
+        return accepted;
+      }
+    }
+    slot = child;
+    accept_index[++accepted] = slot;
+  }
 }
 
 // The sampling noise. Bits are part of the contract: every backend and the oracle repeat these

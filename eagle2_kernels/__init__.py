@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from .logits import count_tokens, mark_tokens, process_logits, token_logprobs
     from .models.heads import Eagle3Head, EagleHead
     from .models.target import TargetModel
-    from .verify import sample_and_verify, sample_tokens, verify_tree, verify_tree_coins
+    from .verify import (
+        expected_accept_length,
+        sample_and_verify,
+        sample_tokens,
+        verify_tree,
+        verify_tree_coins,
+    )
 
 _HOME = {
     "tree_attention": "attention",
@@ -75,6 +81,7 @@ _HOME = {
     "Eagle3Head": "models.heads",
     "EagleHead": "models.heads",
     "TargetModel": "models.target",
+    "expected_accept_length": "verify",
     "sample_and_verify": "verify",
     "sample_tokens": "verify",
     "verify_tree": "verify",
@@ -100,6 +107,7 @@ __all__ = [
     "count_tokens",
     "eagle2_generate_tree",
     "expand_topk",
+    "expected_accept_length",
     "extend_draft_tree",
     "flatten_tree",
     "mark_tokens",

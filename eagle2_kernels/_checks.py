@@ -103,12 +103,15 @@ def same_device(**tensors: Tensor | None) -> None:
 def values_in(name: str, value: Tensor, low: float, high: float) -> None:
     """Every element lies in [low, high]; reads the tensor back to the host."""
     wrong = ~((value >= low) & (value <= high))
+    refuse_where(wrong, name, f"a value from {low} to {high}", value)
+
+
+def refuse_where(wrong: Tensor, name: str, expected: str, value: Tensor) -> None:
+    """Raise for the first place where ``wrong`` holds; reads it back to the host."""
     if bool(wrong.any()):
         at = tuple(wrong.nonzero()[0].tolist())
         place = ", ".join(map(str, at))
-        raise ValueError(
-            f"{name}[{place}]: expected a value from {low} to {high}, got {value[at].item()}"
-        )
+        raise ValueError(f"{name}[{place}]: expected {expected}, got {value[at].item()}")
 
 
 def distinct_in_rows(name: str, value: Tensor, counted: Tensor | None = None) -> None:

@@ -1,8 +1,8 @@
 """The op table: one row per operator of ``torch.ops.eagle2_kernels``.
 
-A row states the schema, the oracle (`reference.py`), the fake kernel (shapes and dtypes only) and
-what is still missing. Tests, opcheck, the benches and the README's list are derived from `OPS`. C++
-and Triton hold implementations only.
+A row states the schema, the oracle (`reference.py`) and the fake kernel (shapes and dtypes only).
+Tests, opcheck, the benches and the README's list are derived from `OPS`. C++ and Triton hold
+implementations only.
 
 An op that allocates its outputs has a twin ``<name>_out`` that writes caller-provided tensors
 instead; engines that capture graphs use the twin. No op returns one of its arguments. An output
@@ -32,18 +32,16 @@ class Op:
     """One row.
 
     ``args`` is the schema's argument list. ``outs`` names the tensors an allocating op returns, in
-    order; an op without ``outs`` mutates arguments in place. ``later`` says that the schema stands
-    but no kernel does yet: calling the op raises `NotImplementedError` with that text. ``triton``
-    names the module of ``triton_kernels`` whose function of the op's name serves CUDA tensors.
+    order; an op without ``outs`` mutates arguments in place. ``triton`` names the module of
+    ``triton_kernels`` whose function of the op's name serves CUDA tensors.
     """
 
     name: str
     args: str
     outs: tuple[str, ...]
-    reference: Callable[..., object] | None
+    reference: Callable[..., object]
     fake: Callable[..., object]
     summary: str
-    later: str | None = None
     triton: str | None = None
 
     @property
@@ -397,10 +395,9 @@ OPS: tuple[Op, ...] = (
         f"Tensor target_probs, {_LINKS}, Tensor coins, Tensor final_coins, SymInt max_depth, "
         "Tensor? num_nodes=None",
         _ACCEPTED,
-        None,
+        reference.verify_tree_coins,
         _verify_tree_coins,
         "the same law from the caller's uniform coins",
-        later="verify_tree_coins has no kernel yet; use sample_and_verify",
     ),
     Op(
         "compact_kv",
@@ -433,16 +430,16 @@ _implementations: list[torch.library.Library] = []
 def _reference_out(op: Op) -> Callable[..., None]:
     def run(*args, **kwargs) -> None:
         outs = [kwargs.pop(name) for name in op.outs]
-        results: Any = op.reference(*args, **kwargs)  # type: ignore[misc]
+        results: Any = op.reference(*args, **kwargs)
         for out, result in zip(outs, [results] if len(outs) == 1 else results, strict=True):
             out.copy_(result)
 
     return run
 
 
-def _raiser(error: type[Exception], message: str) -> Callable[..., None]:
+def _raiser(message: str) -> Callable[..., None]:
     def run(*args, **kwargs) -> None:
-        raise error(message)
+        raise RuntimeError(message)
 
     return run
 
@@ -463,12 +460,9 @@ def use_reference(keys: tuple[str, ...] = ("CPU", "CUDA")) -> None:
     _implementations.append(library)
     for key in keys:
         for op in OPS:
-            if op.reference is None:
-                continue
             library.impl(op.name, op.reference, key)
             if op.outs:
                 library.impl(f"{op.name}_out", _reference_out(op), key)
-        _raise_later(library, key)
 
 
 def use_compiled(key: str, absent: str) -> None:
@@ -483,9 +477,8 @@ def use_compiled(key: str, absent: str) -> None:
             library.impl(op.name, _triton_launcher(op.triton, op.name), key)
             continue
         for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
-            if op.later is None and not has_kernel(name, key):
-                library.impl(name, _raiser(RuntimeError, f"{NAMESPACE}::{name}: {absent}"), key)
-    _raise_later(library, key)
+            if not has_kernel(name, key):
+                library.impl(name, _raiser(f"{NAMESPACE}::{name}: {absent}"), key)
 
 
 def _triton_launcher(module: str, name: str) -> Callable[..., object]:
@@ -503,13 +496,6 @@ def has_kernel(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
 
 
-def _raise_later(library: torch.library.Library, key: str) -> None:
-    for op in OPS:
-        if op.later is not None:
-            for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
-                library.impl(name, _raiser(NotImplementedError, op.later), key)
-
-
 def backend() -> str:
     """``"reference"`` when ``EAGLE2_BACKEND`` asks for the oracle, else ``"compiled"``."""
     value = os.environ.get("EAGLE2_BACKEND") or "compiled"
@@ -522,7 +508,7 @@ def describe() -> str:
     """The op list as README shows it: one Markdown row per operator."""
     rows = ["| operator | what it does | kernels |", "|---|---|---|"]
     for op in OPS:
-        where = "later" if op.later else "CPU" + (", Triton" if op.triton else "")
+        where = "CPU" + (", Triton" if op.triton else "")
         where += ", CUDA C++" if op.name in CUDA_CPP else ""
         rows.append(f"| `{op.name}` | {op.summary} | {where} |")
     return "\n".join(rows) + "\n"

@@ -662,6 +662,39 @@ def _log(x: Tensor) -> Tensor:
     return _fma(LOG2_HIGH, e, m + y)
 
 
+EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+EXP_SMALLEST = -87.33654022216797
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x for x <= 0: Cephes' polynomial, 0 below the smallest normal; libm's in float64."""
+    if x.dtype == torch.float64:
+        flat = [math.exp(value) for value in x.flatten().tolist()]
+        return torch.tensor(flat, dtype=torch.float64, device=x.device).view_as(x)
+    clamped = x.clamp(min=EXP_SMALLEST)
+    shifter = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer
+    n = _fma(1.44269504088896341, clamped, shifter) - shifter
+    r = _fma(-LOG2_LOW, n, _fma(-LOG2_HIGH, n, clamped))
+    y = torch.full_like(r, EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        y = _fma(y, r, coefficient)
+    y = _fma(y, r * r, r) + 1.0
+    power = ((n.int() + 127) << 23).view(torch.float32)
+    return torch.where(x < EXP_SMALLEST, 0, y * power)
+
+
+def _top_p_mass(mass: Tensor) -> Tensor:
+    """Float64 multiples of 2**-33: up to 2**20 of them sum exactly, in any order."""
+    return torch.round(mass.double() * 2.0**33) * 2.0**-33
+
+
 def gumbel_from_words(words: Tensor) -> Tensor:
     """G = -log(-log1p(-v)), v = min((word + 0.5) * 2**-32, 1 - 2**-24), all in float32."""
     v = ((words.double() + 0.5) * 2.0**-32).float().clamp(max=1.0 - 2.0**-24)
@@ -682,6 +715,28 @@ def allowed_tokens(allowed_mask: Tensor, vocab: int) -> Tensor:
     return ((allowed_mask[..., None] >> shifts) & 1).flatten(-2)[..., :vocab].bool()
 
 
+def kept_tokens(
+    x: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the filters keep of a row: ids by (logit, id), best first; scaled logits; bool kept."""
+    ranked, order = torch.sort(x, descending=True, stable=True)
+    # Taking the maximum away first keeps tiny temperatures from overflowing.
+    divisor = torch.tensor(temperature, dtype=torch.float32).to(x.dtype)
+    scaled = (ranked - ranked[0]) / divisor
+    keep = ranked > NEG_INF
+    if top_k > 0:
+        keep &= torch.arange(len(ranked)) < top_k
+    mass = torch.where(keep, _exp(torch.where(keep, scaled, 0)), 0)
+    if top_p < 1:
+        counted = _top_p_mass(mass)
+        keep &= counted.cumsum(0) - counted < top_p * counted.sum()
+        keep[0] = True
+    if min_p > 0:
+        keep &= mass >= min_p
+        keep[0] = True
+    return order, scaled, keep
+
+
 def _sample_row(
     logits: Tensor,
     position: int,
@@ -699,23 +754,9 @@ def _sample_row(
         return 0 if allowed is None or not bool(allowed.any()) else int(allowed.int().argmax())
     if not temperature > 0:
         return int((x == x.max()).int().argmax())
-    ranked, order = torch.sort(x, descending=True, stable=True)
-    # Taking the maximum away first keeps tiny temperatures from overflowing.
-    divisor = torch.tensor(temperature, dtype=torch.float32).to(x.dtype)
-    processed = (ranked - ranked[0]) / divisor
-    keep = ranked > NEG_INF
-    if top_k > 0:
-        keep &= torch.arange(len(ranked)) < top_k
-    mass = torch.where(keep, processed.exp(), 0)
-    if top_p < 1:
-        before = mass.double().cumsum(0) - mass.double()
-        keep &= before < top_p * mass.double().sum()
-        keep[0] = True
-    if min_p > 0:
-        keep &= mass >= min_p
-        keep[0] = True
+    order, scaled, keep = kept_tokens(x, temperature, top_k, top_p, min_p)
     noise = gumbel_noise(seed, position, len(x)).to(x.dtype)
-    perturbed = torch.where(keep, processed + noise[order], NEG_INF)
+    perturbed = torch.where(keep, scaled + noise[order], NEG_INF)
     return int(order[perturbed == perturbed.max()].min())
 
 
@@ -789,6 +830,74 @@ def verify_tree(
             accept_index[r, length] = node
         accept_length[r] = length
         bonus_token[r] = target_tokens[r, node]
+    return accept_index, accept_length, bonus_token
+
+
+def _mass_of(row: Tensor) -> Tensor:
+    """Float64 probabilities with NaN and negative numbers as 0, +inf as the largest finite one."""
+    return _finite(row).clamp(min=0).double()
+
+
+def _draw(mass: Tensor, coin: float) -> int:
+    """Lowest id whose cumulative mass exceeds coin * total; -1 when there is no mass at all.
+
+    Whatever the coin is, NaN included, the id has a positive mass.
+    """
+    possible = mass > 0
+    if not bool(possible.any()):
+        return -1
+    cumulative = mass.cumsum(0)
+    above = possible & (cumulative > coin * cumulative[-1])
+    return int(above.int().argmax()) if bool(above.any()) else int(possible.nonzero()[-1])
+
+
+def verify_tree_coins(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Step to the first child whose cumulative probability exceeds the node's coin; at last, draw.
+
+    What is left after the children of the last node are taken out is drawn from by the final coin.
+    """
+    b, n, v = target_probs.shape
+    device = target_probs.device
+    accept_index = torch.full((b, max_depth + 1), -1, dtype=torch.int32, device=device)
+    accept_length = torch.full((b,), -1, dtype=torch.int32, device=device)
+    bonus_token = torch.full((b,), -1, dtype=torch.int64, device=device)
+    for r in range(b):
+        if n == 0 or (num_nodes is not None and int(num_nodes[r]) <= 0):
+            continue
+        node, length = 0, 0
+        accept_index[r, 0] = 0
+        while True:
+            rest = _mass_of(target_probs[r, node])
+            child, seen = int(first_child[r, node]) if length < max_depth else -1, 0
+            cumulative, accepted, possible = 0.0, -1, -1
+            while 0 <= child < n and seen < n and accepted < 0:
+                token = int(draft_tokens[r, child])
+                # A repeated token has no mass left the second time.
+                if 0 <= token < v and rest[token] > 0:
+                    cumulative += float(rest[token])
+                    rest[token] = 0
+                    possible = child
+                    if cumulative > float(coins[r, node]):
+                        accepted = child
+                child, seen = int(next_sibling[r, child]), seen + 1
+            if accepted < 0:
+                bonus = _draw(rest, float(final_coins[r]))
+                # Children that leave nothing: only rounding kept the coin above their sum.
+                if bonus >= 0 or possible < 0:
+                    accept_length[r], bonus_token[r] = length, max(bonus, 0)
+                    break
+                accepted = possible
+            node, length = accepted, length + 1
+            accept_index[r, length] = node
     return accept_index, accept_length, bonus_token
 
 

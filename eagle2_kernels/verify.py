@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, ops
+from .tree import DraftTree, check_tree
 
 _ops = getattr(torch.ops, ops.NAMESPACE)
 _sample_tokens = _ops.sample_tokens.default
@@ -152,7 +153,9 @@ def _check_sample_tokens(
     allowed_mask: Tensor | None,
     *,
     values: bool,
+    live: Tensor | None = None,
 ) -> None:
+    """``live`` [B, N]: the slots whose logits may be asked for; None is all of them."""
     _checks.tensor("logits", logits, _checks.FLOATS, (None, None, None), "[B, N, V]")
     b, n, v = logits.shape
     if v < 1:
@@ -194,6 +197,8 @@ def _check_sample_tokens(
         bits = (allowed_mask[..., None] >> torch.arange(32, device=logits.device)) & 1
         drawable &= bits.flatten(-2)[..., :v].bool()
     empty = ~drawable.any(-1)
+    if live is not None:
+        empty &= live
     if bool(empty.any()):
         r, i = empty.nonzero()[0].tolist()
         raise ValueError(f"logits[{r}, {i}]: expected an allowed token above -inf, got none")
@@ -298,27 +303,60 @@ def _check_links(
     )
     if not values:
         return
-    _checks.values_in("first_child", first_child, -1, n - 1)
-    _checks.values_in("next_sibling", next_sibling, -1, n - 1)
-    for r in range(b):
-        tokens, siblings = draft_tokens[r].tolist(), next_sibling[r].tolist()
-        found: set[int] = {0}
-        for node, child in enumerate(first_child[r].tolist()):
-            seen: set[int] = set()
-            while child != -1:
-                if child in found:
-                    raise ValueError(
-                        f"first_child[{r}, {node}]: expected each slot to be linked once, "
-                        f"got slot {child} again"
-                    )
-                if tokens[child] in seen:
-                    raise ValueError(
-                        f"draft_tokens[{r}, {child}]: expected siblings to differ, got token "
-                        f"{tokens[child]} twice under slot {node}"
-                    )
-                found.add(child)
-                seen.add(tokens[child])
-                child = siblings[child]
+    if num_nodes is not None:
+        _checks.values_in("num_nodes", num_nodes, 0, n)
+    counts = [n] * b if num_nodes is None else num_nodes.tolist()
+    arrays = (t.tolist() for t in (draft_tokens, first_child, next_sibling))
+    for r, (count, tokens, first, sibling) in enumerate(zip(counts, *arrays, strict=True)):
+        _check_request_links(r, count, tokens, first, sibling)
+
+
+def _check_request_links(
+    r: int, count: int, tokens: list[int], first: list[int], sibling: list[int]
+) -> None:
+    found = {0}
+    reached = [0] if count else []
+    for node in reached:
+        seen: set[int] = set()
+        link, child = f"first_child[{r}, {node}]", first[node]
+        while child != -1:
+            if not 0 <= child < count:
+                raise ValueError(f"{link}: expected a slot from -1 to {count - 1}, got {child}")
+            if child in found:
+                raise ValueError(
+                    f"{link}: expected each slot to be linked once, got slot {child} again"
+                )
+            if tokens[child] in seen:
+                raise ValueError(
+                    f"draft_tokens[{r}, {child}]: expected siblings to differ, got token "
+                    f"{tokens[child]} twice under slot {node}"
+                )
+            found.add(child)
+            seen.add(tokens[child])
+            reached.append(child)
+            link, child = f"next_sibling[{r}, {child}]", sibling[child]
+    for slot in range(count):
+        for name, links in (("first_child", first), ("next_sibling", sibling)):
+            if slot not in found and links[slot] != -1:
+                raise ValueError(
+                    f"{name}[{r}, {slot}]: expected -1 at a slot that the root does not reach, "
+                    f"got {links[slot]}"
+                )
+
+
+def _live_slots(like: Tensor, num_nodes: Tensor | None) -> Tensor:
+    """Bool [B, N] of an argument [B, N, ...]: the slots below ``num_nodes``."""
+    b, n = like.shape[:2]
+    if num_nodes is None:
+        return torch.ones(b, n, dtype=torch.bool, device=like.device)
+    return torch.arange(n, device=like.device) < num_nodes[:, None]
+
+
+def _check_vocabulary(draft_tokens: Tensor, live: Tensor, vocab: int) -> None:
+    wrong = live & ((draft_tokens < 0) | (draft_tokens >= vocab))
+    _checks.refuse_where(
+        wrong, "draft_tokens", f"an id of the target, 0 to {vocab - 1}", draft_tokens
+    )
 
 
 def sample_and_verify(
@@ -416,10 +454,15 @@ def _check_sample_and_verify(
     *filters: Tensor | None,
     values: bool,
 ) -> None:
-    _check_sample_tokens(logits, position_ids, seeds, *filters, values=values)
-    b, n = logits.shape[:2]
+    _check_sample_tokens(logits, position_ids, seeds, *filters, values=False)
+    b, n, v = logits.shape
     _checks.same_device(logits=logits, draft_tokens=draft_tokens)
     _check_links(b, n, draft_tokens, first_child, next_sibling, max_depth, num_nodes, values=values)
+    if not values:
+        return
+    live = _live_slots(logits, num_nodes)
+    _check_sample_tokens(logits, position_ids, seeds, *filters, values=True, live=live)
+    _check_vocabulary(draft_tokens, live, v)
 
 
 def verify_tree_coins(
@@ -431,13 +474,69 @@ def verify_tree_coins(
     final_coins: Tensor,
     max_depth: int,
     num_nodes: Tensor | None = None,
+    *,
+    validate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The law of `verify_tree` from the caller's uniform coins; has no kernel yet and raises.
+    r"""Walk to the first child whose cumulative target probability exceeds its parent's coin.
+
+    ::
+
+        p = target_probs[b, node]        coin = coins[b, node]
+
+        0       p(c1)   p(c1)+p(c2)                        1
+        |--- c1 ---|---- c2 ----|--- every other token ---|
+                          ^ coin: c2 is accepted
+
+    At a node the children are looked at in sibling order; accepted is the first with p(c) > 0 and
+    p(c1) + ... + p(c) > coin (strictly), and the walk goes on there. Where no child is accepted the
+    walk ends. The bonus token is then the lowest id whose cumulative probability exceeds
+    ``final_coins[b]`` times the total, p being 0 at the tokens of this node's children. A leaf, and
+    the node at which ``max_depth`` drafts are accepted, have no children: all of p counts.
+
+    With independent coins, uniform in [0, 1), the tokens emitted follow the target's own law,
+    whatever the tree proposes, and `expected_accept_length` drafts are accepted on average. They
+    are ``draft_tokens[accept_index[1 .. accept_length]]``, then the bonus.
+
+    A token that is emitted has a positive probability, whatever the coins are (0, 1, NaN, out of
+    range). Where the children leave nothing to draw from, and rounding or a coin of 1 kept the coin
+    above their sum, the last child with a positive probability is accepted. NaN and negative
+    probabilities count as 0; a node without any probability ends the walk with id 0. A child whose
+    token an earlier sibling has counts as 0, and so does one outside the vocabulary. Sums are
+    float64, in sibling order and in ascending id.
+
+    Args:
+        target_probs: [B, N, V] float32, float64, float16 or bfloat16, any strides: the target's
+            distribution after each node, temperature and filters applied. Rows of visited nodes
+            only are read.
+        draft_tokens: [B, N] int64, the token in each slot.
+        first_child: [B, N] int32, -1 for none.
+        next_sibling: [B, N] int32, -1 for none.
+        coins: [B, N] float32 or float64, uniform in [0, 1): the coin of slot s decides which child
+            of s is accepted. Leaves do not use theirs.
+        final_coins: [B] float32 or float64, uniform in [0, 1): draws the bonus token.
+        max_depth: most drafts accepted. Links out of range end the walk.
+        num_nodes: [B] int32; a request with none is inactive.
+        validate: check values too: links, siblings, coins, ids in the vocabulary, and rows that are
+            not negative and sum to about 1, all below ``num_nodes`` (reads them back to the host).
+
+    Returns:
+        accept_index int32 [B, max_depth + 1]: visited slots, the root first, -1 padded.
+        accept_length int32 [B]: drafts accepted, root and bonus not counted; -1 when inactive.
+        bonus_token int64 [B]: the token drawn at the last visited node; -1 when inactive.
 
     Raises:
-        NotImplementedError: always; use `sample_and_verify`.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape or value, or requires grad in grad mode.
+
+    Source: the inverse-transform draw of the target's token, its children first; exact and, for a
+    given tree, of the greatest acceptance (see `verify_tree`). Slots of coins as in SGLang's
+    target-only tree sampling.
     """
-    return _verify_tree_coins(
+    _checks.refuse_grad(target_probs=target_probs)
+    return _checks.call(
+        _verify_tree_coins,
+        _check_verify_tree_coins,
+        validate,
         target_probs,
         draft_tokens,
         first_child,
@@ -447,3 +546,112 @@ def verify_tree_coins(
         max_depth,
         num_nodes,
     )
+
+
+def _check_verify_tree_coins(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    coins: Tensor,
+    final_coins: Tensor,
+    max_depth: int,
+    num_nodes: Tensor | None,
+    *,
+    values: bool,
+) -> None:
+    _check_target_probs(target_probs)
+    b, n, v = target_probs.shape
+    widths = (torch.float32, torch.float64)
+    _checks.tensor("coins", coins, widths, (b, n), "[B, N]")
+    _checks.tensor("final_coins", final_coins, widths, (b,), "[B]")
+    _checks.same_device(
+        target_probs=target_probs,
+        draft_tokens=draft_tokens,
+        coins=coins,
+        final_coins=final_coins,
+    )
+    _check_links(b, n, draft_tokens, first_child, next_sibling, max_depth, num_nodes, values=values)
+    if not values:
+        return
+    live = _live_slots(target_probs, num_nodes)
+    _check_vocabulary(draft_tokens, live, v)
+    _check_rows(target_probs, live)
+    for name, coin, used in (("coins", coins, live), ("final_coins", final_coins, live.any(-1))):
+        wrong = used & ~((coin >= 0) & (coin < 1))
+        _checks.refuse_where(wrong, name, "a value in [0, 1)", coin)
+
+
+def _check_target_probs(target_probs: Tensor) -> None:
+    _checks.tensor("target_probs", target_probs, _checks.FLOATS, (None, None, None), "[B, N, V]")
+    if target_probs.shape[2] < 1:
+        shape = tuple(target_probs.shape)
+        raise ValueError(f"target_probs: expected V of at least 1, got shape {shape}")
+
+
+def _check_rows(target_probs: Tensor, live: Tensor) -> None:
+    """Rows of live slots are not negative and sum to 1, as closely as their dtype can say."""
+    wrong = live[..., None] & ~(target_probs >= 0)
+    _checks.refuse_where(wrong, "target_probs", "a probability", target_probs)
+    slack = 1e-3 if target_probs.dtype in (torch.float32, torch.float64) else 2e-2
+    sums = target_probs.sum(-1, dtype=torch.float64)
+    wrong = live & ~((sums - 1).abs() <= slack)
+    _checks.refuse_where(wrong, "target_probs", "a row that sums to 1", sums)
+
+
+def expected_accept_length(
+    target_probs: Tensor, tree: DraftTree, *, validate: bool = False
+) -> Tensor:
+    r"""The drafts that verification accepts on average: the sum of the paths' probabilities.
+
+    ::
+
+        E[accept_length] = sum over nodes s, the root left out, of
+                           product over the nodes a from s up to below the root of
+                           target_probs[parent(a), token(a)]
+
+    It holds for `sample_and_verify` under random seeds (temperature and filters applied to
+    ``target_probs``) and for `verify_tree_coins`, with ``max_depth`` at least the tree's depth, and
+    no lossless verification of the same tree accepts more. One target forward emits one token more
+    than that. Plain PyTorch operations: differentiable, on any device.
+
+    Args:
+        target_probs: [B, N, V] float32, float64, float16 or bfloat16, the target's distribution
+            after each node. NaN and negative numbers count as 0.
+        tree: a `DraftTree` of N slots. Tokens outside the vocabulary count as 0.
+        validate: check the tree's invariants and the rows too (reads them back to the host).
+
+    Returns:
+        [B], float64 for float64 probabilities, else float32; 0 for an inactive request.
+
+    Raises:
+        TypeError: ``target_probs`` has the wrong type or dtype.
+        ValueError: shapes do not fit each other, or a value is wrong under ``validate``.
+
+    Source: SpecInfer, arXiv 2305.09781, and Sequoia, arXiv 2402.12374: the score a tree is built
+    for, here under the target itself.
+    """
+    _check_target_probs(target_probs)
+    b, n, v = target_probs.shape
+    _checks.tensor("tree.draft_tokens", tree.draft_tokens, torch.int64, (b, n), "[B, N]")
+    _checks.tensor("tree.parents", tree.parents, torch.int32, (b, n), "[B, N]")
+    _checks.tensor("tree.num_nodes", tree.num_nodes, torch.int32, (b,), "[B]")
+    live = _live_slots(target_probs, tree.num_nodes)
+    if validate or _checks.VALIDATE:
+        check_tree(tree)
+        _check_rows(target_probs, live)
+        _check_vocabulary(tree.draft_tokens, live, v)
+    parents, tokens = tree.parents.long(), tree.draft_tokens
+    slots = torch.arange(n, device=parents.device)
+    child = live & (slots > 0) & (parents >= 0) & (parents < n)
+    known = child & (tokens >= 0) & (tokens < v)
+    up = torch.where(child, parents, 0)
+    request = torch.arange(b, device=up.device)[:, None]
+    edge = target_probs[request, up, torch.where(known, tokens, 0)]
+    edge = edge if edge.dtype == torch.float64 else edge.float()
+    path = torch.where(slots == 0, 1, torch.where(known & (edge > 0), edge, 0))
+    # After round i a slot holds the product over its 2**(i + 1) nearest nodes: parents are doubled.
+    for _ in range(n.bit_length()):
+        path = path * path.gather(1, up)
+        up = up.gather(1, up)
+    return torch.where(child & (up == 0), path, 0).sum(-1)

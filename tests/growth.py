@@ -1,5 +1,6 @@
 """Growing a draft tree with the operators, for tests: a head is a function of paths."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -62,3 +63,8 @@ def random_parents(n: int, generator: torch.Generator, start: int = 1) -> Tensor
     """A random tree over n slots: slot 0 is the root, parents come first."""
     rows = [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(start, n)]
     return i32(rows[:n])
+
+
+def all_trees(n: int) -> list[tuple[int, ...]]:
+    """Parents of every tree of n slots whose parents come first."""
+    return [(-1, *rest) for rest in itertools.product(*(range(i) for i in range(1, n)))]

@@ -14,7 +14,6 @@ from eagle2_kernels.ops import NAMESPACE, OPS
 
 NAMES = [op.name for op in OPS]
 BY_NAME = {op.name: op for op in OPS}
-WORKING = [op.name for op in OPS if op.later is None]
 # What some tests run from elsewhere must import the installation, not a checkout in the way.
 PYTHON = [sys.executable, "-P", "-c"]
 
@@ -95,7 +94,16 @@ def example(name: str) -> tuple[tuple, dict]:
             filters,
         ),
         "verify_tree_coins": (
-            (rand(2, 5, 9).softmax(-1), draft, child, sibling, rand(2, 5), rand(2), 2),
+            (
+                rand(2, 5, 9).mul(3).softmax(-1),
+                draft,
+                child,
+                sibling,
+                rand(2, 5).sigmoid(),
+                rand(2).sigmoid(),
+                2,
+                counts,
+            ),
             {},
         ),
         "compact_kv": (([keys, values], i32([[0, 2], [0, -1]]), i32([1, 0]), prefix), {}),
@@ -127,22 +135,22 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     args, kwargs = example(name)
     torch.library.opcheck(overload(name), args, kwargs)
 
 
-@pytest.mark.parametrize("name", [n for n in WORKING if BY_NAME[n].outs])
+@pytest.mark.parametrize("name", [n for n in NAMES if BY_NAME[n].outs])
 def test_opcheck_of_the_out_twin(name):
     args, kwargs = with_outs(name)
     torch.library.opcheck(overload(f"{name}_out"), args, kwargs)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_op_has_an_oracle_a_fake_and_a_compiled_kernel(name):
     op = BY_NAME[name]
-    assert op.reference is not None and op.summary
+    assert op.summary
     for each in (name, f"{name}_out") if op.outs else (name,):
         registered = torch._C._dispatch_dump(f"{NAMESPACE}::{each}").splitlines()
         by_key = {line.split(":")[0]: line for line in registered}
@@ -152,7 +160,7 @@ def test_each_op_has_an_oracle_a_fake_and_a_compiled_kernel(name):
             assert key not in by_key
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_kernel_agrees_with_the_oracle(name):
     args, kwargs = example(name)
     twin, twin_kwargs = example(name)
@@ -163,16 +171,6 @@ def test_the_kernel_agrees_with_the_oracle(name):
     other = [*want, *torch.utils._pytree.tree_leaves((twin, twin_kwargs))]
     for a, b in zip(flat, other, strict=True):
         assert same(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-@pytest.mark.parametrize("name", [op.name for op in OPS if op.later])
-def test_what_is_promised_for_later_says_so(name):
-    args, kwargs = example(name)
-    outs = {k: torch.empty(0) for k in BY_NAME[name].outs}
-    with pytest.raises(NotImplementedError, match=f"{name} has no kernel yet"):
-        overload(name)(*args, **kwargs)
-    with pytest.raises(NotImplementedError, match=f"{name} has no kernel yet"):
-        overload(f"{name}_out")(*args, **kwargs, **outs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -249,10 +247,7 @@ out = [torch.empty_like(t) for t in torch.ops.eagle2_kernels.flatten_tree(parent
 row = next(op for op in ops.OPS if op.name == "flatten_tree")
 torch.ops.eagle2_kernels.flatten_tree_out(parents, n, n, **dict(zip(row.outs, out)))
 assert depths.tolist() == out[0].tolist() == [[0, 1, 2]]
-try:
-    eagle2_kernels.verify_tree_coins(*[torch.zeros(1, 1)] * 6, 1)
-except NotImplementedError:
-    print(ops.backend())
+print(ops.backend())
 """
 
 
@@ -287,7 +282,7 @@ except ValueError:
         assert run.stdout.strip() == expected, run.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", [name.removesuffix("_out") for name in WORKING])
+@pytest.mark.parametrize("name", [name.removesuffix("_out") for name in NAMES])
 def test_every_wrapper_validates_on_request(name):
     validate = inspect.signature(getattr(eagle2_kernels, name)).parameters["validate"]
     assert validate.default is False and validate.kind is validate.KEYWORD_ONLY
@@ -295,7 +290,7 @@ def test_every_wrapper_validates_on_request(name):
 
 def test_a_device_without_kernels_says_so():
     for op in OPS:
-        if op.later is None and op.triton is None and not ops.has_kernel(op.name, "CUDA"):
+        if op.triton is None and not ops.has_kernel(op.name, "CUDA"):
             pytest.fail(f"{op.name}: nothing is registered for CUDA, not even an error")
 
 

@@ -253,13 +253,18 @@ def test_logarithm_is_right_to_the_last_bits(core):
     assert error.max() < 4e-7
 
 
-def test_exponential_is_right_to_the_last_bits(core):
+def test_exponential_is_right_to_the_last_bits_and_the_oracles(core):
     x = -np.abs(np.random.default_rng(4).normal(0, 30, 100_000)).astype(np.float32)
     x = np.maximum(x, np.float32(-87.0))
     exact = np.exp(x.astype(np.float64))
     assert (np.abs(core.exp_poly(x) - exact) / exact).max() < 3e-7
     edges = np.float32([0.0, -0.0, -88.0, -1e30, -math.inf])
     assert core.exp_poly(edges).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    smallest = np.nextafter(np.float32(reference.EXP_SMALLEST), np.float32([0, -100]))
+    x = np.concatenate([x, -(2.0 ** np.float32(np.arange(-140, 8))), edges, smallest])
+    x = np.append(x, np.float32(reference.EXP_SMALLEST)).astype(np.float32)
+    want = reference._exp(torch.from_numpy(x)).numpy()
+    assert np.array_equal(core.exp_poly(x).view(np.int32), want.view(np.int32))
 
 
 def test_addresses_past_thirty_two_bits(core):

@@ -1,4 +1,7 @@
-"""sample_tokens, verify_tree and sample_and_verify: the law of what is emitted, and the walk."""
+"""sample_tokens, verify_tree, sample_and_verify and verify_tree_coins, case by case.
+
+The proofs over all trees, all coins and many draws are in test_verify_laws.py.
+"""
 
 import itertools
 import json
@@ -11,6 +14,7 @@ import torch
 from growth import i32, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import chi_square
 
 import eagle2_kernels as e2
 from eagle2_kernels import reference
@@ -31,20 +35,6 @@ def draws(logits, count, seed=0, **filters):
     """``count`` draws from one row of logits, at positions 0, 1, ... under one seed."""
     rows = torch.as_tensor(logits).expand(1, count, -1)
     return e2.sample_tokens(rows, torch.arange(count)[None], torch.tensor([seed]), **filters)[0]
-
-
-def chi_square(tokens, probabilities):
-    """Pearson's statistic over its 99.99 % bound, for tokens with a positive probability."""
-    p = torch.as_tensor(probabilities, dtype=torch.float64)
-    counts = torch.bincount(tokens, minlength=len(p)).double()
-    assert counts[p == 0].sum() == 0, "a token of probability 0 was emitted"
-    live = p > 0
-    expected = p[live] * len(tokens)
-    statistic = float(((counts[live] - expected) ** 2 / expected).sum())
-    freedom = int(live.sum()) - 1
-    # Wilson and Hilferty's approximation of the chi-square quantile.
-    bound = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
-    return statistic / bound
 
 
 # noise
@@ -370,56 +360,6 @@ def test_a_filter_given_as_a_number_equals_the_tensor():
 # the walk
 
 
-def all_trees(n):
-    """Parents of every tree of n slots whose parents come first."""
-    return [(-1, *rest) for rest in itertools.product(*(range(i) for i in range(1, n)))]
-
-
-def expected_walk(parents, draft, target, max_depth):
-    """The walk without links, for many token assignments at once: numpy over the batch."""
-    batch, n = draft.shape
-    rows = np.arange(batch)
-    node, length = np.zeros(batch, int), np.zeros(batch, int)
-    index = np.full((batch, max_depth + 1), -1)
-    index[:, 0] = 0
-    for depth in range(max_depth):
-        step = np.full(batch, -1)
-        for child in range(1, n):
-            ok = (node == parents[child]) & (draft[:, child] == target[rows, node]) & (step < 0)
-            ok &= length == depth
-            step[ok] = child
-        moved = step >= 0
-        node[moved], length[moved] = step[moved], length[moved] + 1
-        index[moved, depth + 1] = step[moved]
-    return index, length, target[rows, node]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
-def test_every_small_tree_and_token_assignment(n):
-    ids = range(3)
-    for parents in all_trees(n):
-        drafts = [
-            (0, *tokens)
-            for tokens in itertools.product(ids, repeat=n - 1)
-            if len({(p, t) for p, t in zip(parents[1:], tokens, strict=True)}) == n - 1
-        ]
-        if not drafts:
-            continue
-        draft = np.repeat(np.array(drafts), 3**n, axis=0)
-        target = np.tile(np.array(list(itertools.product(ids, repeat=n))), (len(drafts), 1))
-        _, _, child, sibling, _ = e2.flatten_tree(i32([parents]), i32([n]), i32([0]))
-        for max_depth in {n, 1}:
-            got = e2.verify_tree(
-                torch.from_numpy(target),
-                torch.from_numpy(draft),
-                child.expand(len(draft), -1),
-                sibling.expand(len(draft), -1),
-                max_depth,
-            )
-            for a, b in zip(got, expected_walk(parents, draft, target, max_depth), strict=True):
-                assert np.array_equal(a.numpy(), b)
-
-
 link = st.integers(-3, 9)
 
 
@@ -434,6 +374,88 @@ def test_any_links_end_and_equal_the_oracle(slots, max_depth, count):
     args = (target, draft, child.int(), sibling.int(), max_depth, i32([count]))
     for a, b in zip(e2.verify_tree(*args), reference.verify_tree(*args), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+probability = st.sampled_from([0.0, 0.25, 0.5, 1.0, 0.1, 1e-40, -1.0, NAN, INF])
+coin = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 1 - 2.0**-24, 1.0, -1.0, NAN])
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            link, link, st.integers(-1, 4), coin, st.lists(probability, min_size=4, max_size=4)
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    coin,
+    st.integers(0, 9),
+    st.integers(-1, 8),
+    st.sampled_from(DTYPES),
+)
+def test_any_links_and_any_coins_end_and_equal_the_oracle(slots, final, max_depth, count, dtype):
+    child, sibling, draft, coins, probs = (torch.tensor([c]) for c in zip(*slots, strict=True))
+    probs = probs.to(dtype)
+    args = (probs, draft, child.int(), sibling.int(), coins, torch.tensor([final]), max_depth)
+    got = e2.verify_tree_coins(*args, i32([count]))
+    for a, b in zip(got, reference.verify_tree_coins(*args, i32([count])), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    if count > 0:
+        path = got[0][0, : int(got[1]) + 1].tolist()
+        emitted = [*draft[0, path[1:]].tolist(), int(got[2])]
+        for node, token in zip(path, emitted, strict=True):
+            assert probs[0, node, token] > 0 or (token == 0 and not (probs[0, node] > 0).any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=dtype_id)
+def test_coins_equal_the_oracle_on_long_rows(dtype, wide):
+    generator = torch.Generator().manual_seed(16)
+    logits, _, draft, child, sibling, deepest = tree_case(6, 20, 2500, generator)
+    logits[1::2] *= 6  # rows whose tail rounds to nothing
+    probs = logits.softmax(-1).to(dtype)
+    coins = torch.rand(6, 20, generator=generator, dtype=wide)
+    finals = torch.rand(6, generator=generator, dtype=wide)
+    args = (probs, draft, child, sibling, coins, finals, deepest)
+    got = e2.verify_tree_coins(*args)
+    assert (got[1] > 0).any()
+    for a, b in zip(got, reference.verify_tree_coins(*args), strict=True):
+        assert torch.equal(a, b)
+    strided = probs.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    every_second = torch.stack([coins, coins + 1], -1)[..., 0]
+    got_strided = e2.verify_tree_coins(strided, *args[1:4], every_second, *args[5:])
+    assert all(torch.equal(a, b) for a, b in zip(got, got_strided, strict=True))
+
+
+def test_only_the_rows_of_visited_nodes_are_read_by_coins():
+    generator = torch.Generator().manual_seed(17)
+    logits, _, draft, child, sibling, deepest = tree_case(4, 20, 30, generator)
+    probs, coins = logits.softmax(-1), torch.rand(4, 20, generator=generator)
+    rest = (draft, child, sibling, coins, torch.rand(4, generator=generator), deepest)
+    want = e2.verify_tree_coins(probs, *rest)
+    poisoned = torch.full_like(probs, NAN)
+    for r in range(4):
+        visited = want[0][r][want[0][r] >= 0].long()
+        poisoned[r, visited] = probs[r, visited]
+    got = e2.verify_tree_coins(poisoned, *rest)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_inactive_requests_are_marked_by_coins():
+    links, tokens = i32([[-1] * 3] * 2), torch.zeros(2, 3, dtype=torch.int64)
+    index, length, bonus = e2.verify_tree_coins(
+        torch.full((2, 3, 4), 0.25),
+        tokens,
+        links,
+        links,
+        torch.zeros(2, 3),
+        torch.full((2,), 0.5),
+        2,
+        i32([0, 1]),
+    )
+    assert index.tolist() == [[-1, -1, -1], [0, -1, -1]]
+    assert length.tolist() == [-1, 0] and bonus.tolist() == [-1, 2]
 
 
 def test_inactive_requests_are_marked():
@@ -749,10 +771,12 @@ def out_calls():
     logits, positions, draft, child, sibling, deepest = tree_case(2, 9, 20, generator)
     seeds, count = torch.tensor([1, 2]), i32([0, 9])
     links = (draft, child, sibling, deepest, count)
+    coins = torch.rand(2, 9, generator=generator), torch.rand(2, generator=generator)
     return {
         "sample_tokens": (logits, positions, seeds),
         "verify_tree": (logits.argmax(-1), *links),
         "sample_and_verify": (logits, positions, seeds, *links),
+        "verify_tree_coins": (logits.softmax(-1), *links[:3], *coins, deepest, count),
     }
 
 
@@ -779,6 +803,12 @@ LINKS = {
     "max_depth": 2,
 }
 VERIFY = {"target_tokens": ZERO, **LINKS}
+COINS = {
+    "target_probs": torch.full((2, 3, 4), 0.25),
+    "coins": torch.zeros(2, 3),
+    "final_coins": torch.zeros(2),
+    **LINKS,
+}
 
 
 @pytest.mark.parametrize(
@@ -829,6 +859,40 @@ VERIFY = {"target_tokens": ZERO, **LINKS}
             ValueError,
             "draft_tokens",
         ),
+        ("verify_tree_coins", COINS, {"target_probs": ZERO}, TypeError, "target_probs: .* float32"),
+        (
+            "verify_tree_coins",
+            COINS,
+            {"target_probs": torch.zeros(2, 3)},
+            ValueError,
+            r"target_probs: .*\[B, N, V\]",
+        ),
+        (
+            "verify_tree_coins",
+            COINS,
+            {"target_probs": torch.zeros(2, 3, 0)},
+            ValueError,
+            "target_probs: expected V of at least 1",
+        ),
+        ("verify_tree_coins", COINS, {"coins": torch.zeros(2)}, ValueError, r"coins: .*\[B, N\]"),
+        (
+            "verify_tree_coins",
+            COINS,
+            {"coins": torch.zeros(2, 3).half()},
+            TypeError,
+            "coins: expected dtype float32 or float64, got float16",
+        ),
+        (
+            "verify_tree_coins",
+            COINS,
+            {"final_coins": torch.zeros(2, 3)},
+            ValueError,
+            r"final_coins: .*\[B\]",
+        ),
+        ("verify_tree_coins", COINS, {"final_coins": 0.5}, TypeError, "final_coins: .* got float"),
+        ("verify_tree_coins", COINS, {"first_child": ZERO}, TypeError, "first_child: .*int32"),
+        ("verify_tree_coins", COINS, {"max_depth": -1}, ValueError, "max_depth: .* at least 0"),
+        ("verify_tree_coins", COINS, {"num_nodes": i32([1])}, ValueError, r"num_nodes: .*\(2\)"),
     ],
 )
 def test_wrong_arguments_are_named(function, base, change, error, message):
@@ -865,14 +929,68 @@ def test_wrong_arguments_are_named(function, base, change, error, message):
             {"logits": torch.full((2, 3, 4), NAN)},
             r"logits\[0, 0\]: .*none",
         ),
-        ("verify_tree", VERIFY, {"first_child": i32([[3, -1, -1]] * 2)}, r"first_child\[0, 0\]"),
-        ("verify_tree", VERIFY, {"next_sibling": i32([[-1, 2, 1]] * 2)}, "linked once, got slot 1"),
-        ("verify_tree", VERIFY, {"first_child": i32([[0, -1, -1]] * 2)}, "got slot 0 again"),
-        (
-            "verify_tree",
-            VERIFY,
-            {"draft_tokens": ZERO + 1},
-            "siblings to differ, got token 1 twice",
+        *(
+            (function, base, change, message)
+            for function, base in (
+                ("verify_tree", VERIFY),
+                ("sample_and_verify", SAMPLE | LINKS),
+                ("verify_tree_coins", COINS),
+            )
+            for change, message in (
+                ({"first_child": i32([[3, -1, -1]] * 2)}, r"first_child\[0, 0\]: .* to 2, got 3"),
+                ({"first_child": i32([[-2, -1, -1]] * 2)}, r"first_child\[0, 0\]: .* got -2"),
+                ({"next_sibling": i32([[-1, 3, -1]] * 2)}, r"next_sibling\[0, 1\]: .* got 3"),
+                ({"next_sibling": i32([[-1, 2, 1]] * 2)}, "linked once, got slot 1"),
+                ({"first_child": i32([[0, -1, -1]] * 2)}, "got slot 0 again"),
+                ({"first_child": i32([[1, 2, -1]] * 2)}, "got slot 2 again"),
+                (
+                    {"first_child": i32([[-1, 2, 1]] * 2), "next_sibling": i32([[-1] * 3] * 2)},
+                    r"first_child\[0, 1\]: expected -1 at a slot that the root does not reach",
+                ),
+                (
+                    {"first_child": i32([[-1, -1, -1]] * 2)},
+                    r"next_sibling\[0, 1\]: expected -1 at a slot",
+                ),
+                ({"draft_tokens": ZERO + 1}, "siblings to differ, got token 1 twice"),
+                ({"num_nodes": i32([4, 3])}, r"num_nodes\[0\]: .* from 0 to 3, got 4"),
+                ({"num_nodes": i32([3, 2])}, r"next_sibling\[1, 1\]: .* to 1, got 2"),
+            )
+        ),
+        *(
+            (function, base, {"draft_tokens": torch.tensor([[0, 1, token]] * 2)}, message)
+            for function, base in (
+                ("sample_and_verify", SAMPLE | {"logits": torch.zeros(2, 3, 4)} | LINKS),
+                ("verify_tree_coins", COINS),
+            )
+            for token, message in (
+                (4, r"draft_tokens\[0, 2\]: expected an id of the target, 0 to 3, got 4"),
+                (-1, r"draft_tokens\[0, 2\]: .* got -1"),
+            )
+        ),
+        *(
+            ("verify_tree_coins", COINS, change, message)
+            for change, message in (
+                ({"coins": torch.tensor([[0, 0, 1.0]] * 2)}, r"coins\[0, 2\]: .*\[0, 1\), got 1"),
+                ({"coins": torch.tensor([[0, NAN, 0]] * 2)}, r"coins\[0, 1\]: .* got nan"),
+                ({"coins": torch.tensor([[0, 0, -0.1]] * 2)}, r"coins\[0, 2\]: .* got -0.1"),
+                ({"final_coins": torch.tensor([0, 1.0])}, r"final_coins\[1\]: .* got 1"),
+                (
+                    {"target_probs": torch.tensor([0.5, -0.5, 0.5, 0.5]).expand(2, 3, 4)},
+                    r"target_probs\[0, 0, 1\]: expected a probability, got -0.5",
+                ),
+                (
+                    {"target_probs": torch.full((2, 3, 4), NAN)},
+                    r"target_probs\[0, 0, 0\]: expected a probability, got nan",
+                ),
+                (
+                    {"target_probs": torch.zeros(2, 3, 4)},
+                    r"target_probs\[0, 0\]: expected a row that sums to 1, got 0",
+                ),
+                (
+                    {"target_probs": torch.full((2, 3, 4), 0.24)},
+                    r"target_probs\[0, 0\]: expected a row that sums to 1, got 0.9",
+                ),
+            )
         ),
     ],
 )
@@ -889,10 +1007,39 @@ def test_logits_that_require_grad_are_refused():
         e2.sample_tokens(**(SAMPLE | {"logits": logits}))
     with pytest.raises(ValueError, match="logits: .*does not require grad"):
         e2.sample_and_verify(**(SAMPLE | LINKS | {"logits": logits}))
+    with pytest.raises(ValueError, match="target_probs: .*does not require grad"):
+        e2.verify_tree_coins(**(COINS | {"target_probs": logits}))
 
 
-def test_coins_raise_until_they_have_a_kernel():
-    with pytest.raises(NotImplementedError, match="verify_tree_coins has no kernel yet"):
-        e2.verify_tree_coins(
-            torch.ones(2, 3, 4), *list(LINKS.values())[:3], torch.ones(2, 3), torch.ones(2), 2
-        )
+@pytest.mark.parametrize("function", ["verify_tree", "sample_and_verify", "verify_tree_coins"])
+def test_validation_by_environment_reaches_the_verifiers(function, monkeypatch):
+    base = {
+        "verify_tree": VERIFY,
+        "sample_and_verify": SAMPLE | LINKS,
+        "verify_tree_coins": COINS,
+    }[function]
+    monkeypatch.setattr("eagle2_kernels._checks.VALIDATE", True)
+    getattr(e2, function)(**base)
+    with pytest.raises(ValueError, match="siblings to differ"):
+        getattr(e2, function)(**(base | {"draft_tokens": ZERO + 1}))
+
+
+@pytest.mark.parametrize("function", ["sample_and_verify", "verify_tree_coins"])
+def test_validation_leaves_padding_alone(function):
+    """Slots from num_nodes on may hold anything."""
+    if function == "sample_and_verify":
+        base = SAMPLE | LINKS | {"logits": torch.zeros(2, 3, 4)}
+        base["logits"][:, 1:] = NEG_INF
+    else:
+        base = COINS | {"target_probs": torch.full((2, 3, 4), 0.25)}
+        base["target_probs"][:, 1:] = NAN
+        base["coins"] = torch.tensor([[0.5, NAN, 2.0]] * 2)
+        base["final_coins"] = torch.tensor([0.5, NAN])
+    base |= {
+        "draft_tokens": torch.tensor([[0, 99, 99]] * 2),
+        "first_child": i32([[-1, 7, 0]] * 2),
+        "next_sibling": i32([[-1, 1, 1]] * 2),
+    }
+    getattr(e2, function)(**base, num_nodes=i32([1, 0]), validate=True)
+    with pytest.raises(ValueError):
+        getattr(e2, function)(**base, num_nodes=i32([2, 0]), validate=True)

@@ -133,6 +133,20 @@ void exp_logits(const double* x, int64_t count, double* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = std::exp(x[i]);
 }
 
+EAGLE2_PER_ISA void exp_masses(const float* x, int64_t count, float* out) {
+  const uint32_t step = float_bits(0x1p-10f);  // from here on floats are multiples of 2^-33
+  for (int64_t i = 0; i < count; ++i) {
+    const float mass = exp_poly(x[i]);
+    const uint32_t rounded = float_bits((mass + 0x1p-10f) - 0x1p-10f);
+    out[i] = bits_float(float_bits(mass) < step ? rounded : float_bits(mass));
+  }
+}
+
+void exp_masses(const double* x, int64_t count, double* out) {
+  constexpr double kShift = 0x1.8p19;  // its last bit is 2^-33
+  for (int64_t i = 0; i < count; ++i) out[i] = (std::exp(x[i]) + kShift) - kShift;
+}
+
 EAGLE2_PER_ISA double sum_exp(const float* x, int64_t count, float peak) {
   float terms[kChunk];
   double total = 0;

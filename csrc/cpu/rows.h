@@ -51,6 +51,11 @@ void scale_logits(const double* x, int64_t count, double peak, double temperatur
 void exp_logits(const float* x, int64_t count, float* out);
 void exp_logits(const double* x, int64_t count, double* out);
 
+// e^x for x <= 0, rounded to a multiple of 2^-33: the sum of up to 2^20 of them is exact in
+// float64, so a cut by mass does not depend on the order in which they are added.
+void exp_masses(const float* x, int64_t count, float* out);
+void exp_masses(const double* x, int64_t count, double* out);
+
 // The sum of non-negative terms, in float64.
 double sum_of(const float* x, int64_t count);
 double sum_of(const double* x, int64_t count);

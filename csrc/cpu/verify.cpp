@@ -1,6 +1,9 @@
-// sample_tokens, verify_tree and their fusion. A row is read once; greedy rows stop there. Without
-// top-k or top-p the noise of the whole vocabulary is added in one vectorised pass; otherwise the
-// survivors are found by threshold and only they are looked at. No row is ever sorted whole.
+// sample_tokens, verify_tree, their fusion, and verification by the caller's coins.
+//
+// Sampling reads a row once; greedy rows stop there. Without top-k or top-p the noise of the whole
+// vocabulary is added in one vectorised pass; otherwise the survivors are found by threshold and
+// only they are looked at. No row is ever sorted whole. Coins look at the probabilities of the
+// children, and at a whole row only where the walk ends.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -127,7 +130,7 @@ class Sampler {
   static T mass_of(T value, T peak, T temperature) {
     T scaled, mass;
     scale_logits(&value, 1, peak, temperature, &scaled);
-    exp_logits(&scaled, 1, &mass);
+    exp_masses(&scaled, 1, &mass);
     return mass;
   }
 
@@ -157,7 +160,7 @@ class Sampler {
     scaled.resize(row.size());
     mass.resize(row.size());
     scale_logits(row.data(), vocab, best.value, temperature, scaled.data());
-    exp_logits(scaled.data(), vocab, mass.data());
+    exp_masses(scaled.data(), vocab, mass.data());
     thread_local std::vector<double> bins;
     bins.assign(kBins, 0.0);
     const auto bin_of = [](T x) {
@@ -301,6 +304,107 @@ struct Accepted {
   int64_t* bonus;
 };
 
+// accept_index, accept_length and bonus_token.
+std::tuple<Tensor, Tensor, Tensor> allocate_accepted(int64_t batch, int64_t max_depth) {
+  if (max_depth < 0) fail("max_depth: expected at least 0, got ", max_depth);
+  return std::make_tuple(allocate<int32_t>({batch, max_depth + 1}), allocate<int32_t>({batch}),
+                         allocate<int64_t>({batch}));
+}
+
+// The target's probabilities [B, N, V]. NaN and negative numbers count as 0.
+class Probabilities {
+ public:
+  explicit Probabilities(const Tensor& probabilities)
+      : rows_(logits_view(probabilities, "target_probs")) {}
+
+  int64_t batch() const { return rows_.size[0]; }
+  int64_t nodes() const { return rows_.size[1]; }
+  int64_t vocab() const { return rows_.size[2]; }
+
+  double at(int64_t b, int64_t n, int64_t token) const {
+    if (token < 0 || token >= vocab()) return 0;
+    return rows_.type == ScalarType::Double ? at_as<double>(b, n, token)
+                                            : at_as<float>(b, n, token);
+  }
+
+  // The lowest token whose cumulative probability exceeds `coin` times that of the whole row,
+  // after the tokens which `for_each_excluded(exclude)` hands to exclude(token) are taken out; -1
+  // when nothing is left. What it returns has a positive probability, whatever the coin is.
+  template <typename ForEach>
+  int64_t draw(int64_t b, int64_t n, double coin, const ForEach& for_each_excluded) const {
+    return rows_.type == ScalarType::Double ? draw_as<double>(b, n, coin, for_each_excluded)
+                                            : draw_as<float>(b, n, coin, for_each_excluded);
+  }
+
+ private:
+  template <typename T>
+  double at_as(int64_t b, int64_t n, int64_t token) const {
+    T p;
+    read_logits(rows_, b, n, token, 1, &p);
+    return p > 0 ? p : 0;
+  }
+
+  template <typename T, typename ForEach>
+  int64_t draw_as(int64_t b, int64_t n, double coin, const ForEach& for_each_excluded) const {
+    thread_local std::vector<T> row;
+    row.resize(static_cast<size_t>(vocab()));
+    for (int64_t first = 0; first < vocab(); first += kChunk) {
+      read_logits(rows_, b, n, first, std::min(kChunk, vocab() - first), row.data() + first);
+    }
+    for_each_excluded([&](int64_t token) {
+      if (token >= 0 && token < vocab()) row[token] = 0;
+    });
+    // Summed in ascending id, as the oracle sums. The sums where chunks end say which chunk to walk
+    // again.
+    thread_local std::vector<double> ends;
+    ends.clear();
+    double sum = 0;
+    for (int64_t first = 0; first < vocab(); first += kChunk) {
+      const int64_t end = std::min(first + kChunk, vocab());
+      for (int64_t v = first; v < end; ++v) sum += row[v] > 0 ? row[v] : T{0};
+      ends.push_back(sum);
+    }
+    if (!(sum > 0)) return -1;
+    const double threshold = coin * sum;
+    for (size_t chunk = 0; chunk < ends.size(); ++chunk) {
+      if (!(ends[chunk] > threshold)) continue;
+      double cumulative = chunk == 0 ? 0 : ends[chunk - 1];
+      const int64_t first = static_cast<int64_t>(chunk) * kChunk;
+      for (int64_t v = first; v < std::min(first + kChunk, vocab()); ++v) {
+        if (!(row[v] > 0)) continue;
+        cumulative += row[v];
+        if (cumulative > threshold) return v;
+      }
+    }
+    int64_t last = vocab() - 1;
+    while (!(row[last] > 0)) --last;
+    return last;
+  }
+
+  Logits rows_;
+};
+
+// Uniform numbers [B] or [B, N], float32 or float64.
+template <int Rank>
+class Coins {
+ public:
+  Coins(const Tensor& coins, const char* name, std::initializer_list<int64_t> shape) {
+    if (coins.scalar_type() == ScalarType::Double) {
+      wide_.emplace(coins, name, shape);
+    } else {
+      narrow_.emplace(coins, name, shape);
+    }
+  }
+
+  double at(int64_t b, int64_t n = 0) const {
+    return wide_ ? wide_->row(b)[n] : narrow_->row(b)[n];
+  }
+
+ private:
+  std::optional<Packed<float, Rank>> narrow_;
+  std::optional<Packed<double, Rank>> wide_;
+};
+
 void sample_tokens_out(const Tensor& logits, const Tensor& position_ids, const Tensor& seeds,
                        const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
                        const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
@@ -350,10 +454,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_tree(const Tensor& target_tokens,
   if (target_tokens.dim() != 2) {
     fail("target_tokens: expected 2 dimensions, got ", target_tokens.dim());
   }
-  if (max_depth < 0) fail("max_depth: expected at least 0, got ", max_depth);
-  const int64_t batch = target_tokens.size(0);
-  auto results = std::make_tuple(allocate<int32_t>({batch, max_depth + 1}),
-                                 allocate<int32_t>({batch}), allocate<int64_t>({batch}));
+  auto results = allocate_accepted(target_tokens.size(0), max_depth);
   std::apply(
       [&](const auto&... outs) {
         verify_tree_out(target_tokens, draft_tokens, first_child, next_sibling, max_depth,
@@ -397,17 +498,62 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_and_verify(
     const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
     const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
     const std::optional<Tensor>& allowed_mask) {
-  const Logits x = logits_view(logits, "logits");
-  if (max_depth < 0) fail("max_depth: expected at least 0, got ", max_depth);
-  const int64_t batch = x.size[0];
-  auto results = std::make_tuple(allocate<int64_t>({batch, max_depth + 1}),
-                                 allocate<int32_t>({batch, max_depth + 1}),
-                                 allocate<int32_t>({batch}), allocate<int64_t>({batch}));
+  const int64_t batch = logits_view(logits, "logits").size[0];
+  auto accepted = allocate_accepted(batch, max_depth);
+  auto results =
+      std::tuple_cat(std::make_tuple(allocate<int64_t>({batch, max_depth + 1})), accepted);
   std::apply(
       [&](const auto&... outs) {
         sample_and_verify_out(logits, position_ids, seeds, draft_tokens, first_child, next_sibling,
                               max_depth, num_nodes, temperature, top_k, top_p, min_p, allowed_mask,
                               outs...);
+      },
+      results);
+  return results;
+}
+
+void verify_tree_coins_out(const Tensor& target_probs, const Tensor& draft_tokens,
+                           const Tensor& first_child, const Tensor& next_sibling,
+                           const Tensor& coins, const Tensor& final_coins, int64_t max_depth,
+                           const std::optional<Tensor>& num_nodes, const Tensor& accept_index,
+                           const Tensor& accept_length, const Tensor& bonus_token) {
+  const Probabilities probabilities(target_probs);
+  const int64_t batch = probabilities.batch(), slots = probabilities.nodes();
+  const Links links(draft_tokens, first_child, next_sibling, num_nodes, batch, slots);
+  const Coins<2> node_coins(coins, "coins", {batch, slots});
+  const Coins<1> last_coins(final_coins, "final_coins", {batch});
+  const Accepted accepted(accept_index, accept_length, bonus_token, batch, max_depth);
+  parallel_for(batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      if (!links.active(b)) continue;
+      const int64_t* tokens = links.tokens.row(b);
+      const int32_t* siblings = links.sibling.row(b);
+      const auto draw = [&](int64_t slot, int32_t first) {
+        return probabilities.draw(b, slot, last_coins.at(b), [&](const auto& exclude) {
+          find_sibling(first, siblings, slots, [&](int32_t child, int64_t) {
+            exclude(tokens[child]);
+            return false;
+          });
+        });
+      };
+      accepted.length[b] = walk_tree_coins(
+          [&](int64_t slot, int64_t token) { return probabilities.at(b, slot, token); },
+          [&](int64_t slot) { return node_coins.at(b, slot); }, draw, tokens, links.child.row(b),
+          siblings, slots, max_depth, accepted.index + b * accepted.width, accepted.bonus + b);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> verify_tree_coins(
+    const Tensor& target_probs, const Tensor& draft_tokens, const Tensor& first_child,
+    const Tensor& next_sibling, const Tensor& coins, const Tensor& final_coins, int64_t max_depth,
+    const std::optional<Tensor>& num_nodes) {
+  const int64_t batch = logits_view(target_probs, "target_probs").size[0];
+  auto results = allocate_accepted(batch, max_depth);
+  std::apply(
+      [&](const auto&... outs) {
+        verify_tree_coins_out(target_probs, draft_tokens, first_child, next_sibling, coins,
+                              final_coins, max_depth, num_nodes, outs...);
       },
       results);
   return results;
@@ -422,6 +568,8 @@ STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
   m.impl("verify_tree_out", TORCH_BOX(&verify_tree_out));
   m.impl("sample_and_verify", TORCH_BOX(&sample_and_verify));
   m.impl("sample_and_verify_out", TORCH_BOX(&sample_and_verify_out));
+  m.impl("verify_tree_coins", TORCH_BOX(&verify_tree_coins));
+  m.impl("verify_tree_coins_out", TORCH_BOX(&verify_tree_coins_out));
 }
 
 }  // namespace eagle2
