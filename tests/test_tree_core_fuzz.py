@@ -300,6 +300,53 @@ def test_walk(core):
     fuzz(check, st.tuples(st.lists(node, min_size=1, max_size=10), st.integers(0, 8)))
 
 
+def test_walk_by_coins(core):
+    slots = st.one_of(st.integers(-1, 12), st.sampled_from(WILD))
+    tokens = st.one_of(st.integers(-1, 3), st.sampled_from([-(2**63), 2**63 - 1]))
+    mass = st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, -1.0])
+    coins = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, math.nan, -1.0])
+    row = st.lists(mass, min_size=3, max_size=3)
+
+    def check(case):
+        nodes, max_depth = case
+        rows, coin, draft, child, sibling = (list(column) for column in zip(*nodes, strict=True))
+        n = len(nodes)
+        asked, accepted, index, bonus = core.walk_coins(
+            np.array(rows).reshape(-1), np.array(coin), np.array(draft),
+            np.array(child, np.int32), np.array(sibling, np.int32), max_depth,
+        )  # fmt: skip
+        path = [0]
+        while True:
+            node, at = path[-1], child[path[-1]] if len(path) <= max_depth else -1
+            rest = [p if p > 0 else 0.0 for p in rows[node]]
+            total, step, last = 0.0, None, None
+            for _ in range(n):
+                if step is not None or not 0 <= at < n:
+                    break
+                if draft[at] in range(3) and rest[draft[at]]:
+                    total, last = total + rest[draft[at]], at
+                    rest[draft[at]] = 0.0
+                    step = at if total > coin[node] else None
+                at = sibling[at]
+            if step is None:
+                step = last if not any(rest) else None
+            if step is None:
+                break
+            path.append(step)
+        assert accepted == len(path) - 1 and asked == path
+        assert index == path + [-1] * (max_depth + 1 - len(path))
+        assert bonus == next((t for t in range(3) if rest[t]), 0)
+
+    fuzz(
+        check,
+        st.tuples(
+            st.lists(st.tuples(row, coins, tokens, slots, slots), min_size=1, max_size=10),
+            st.integers(0, 8),
+        ),
+        100,
+    )
+
+
 def test_addresses(core):
     def check(case):
         position, request, table, size, blocks = case

@@ -123,6 +123,36 @@ py::tuple walk(const Array<int64_t>& target, const Array<int64_t>& draft,
   return py::make_tuple(asked, accepted, index, emitted);
 }
 
+// The slots whose coin was asked for, in order, then what walk_tree_coins says. Rows are
+// [slots, vocab]; the last draw takes the lowest token with a probability that no child carries.
+py::tuple walk_coins(const Array<double>& rows, const Array<double>& coins,
+                     const Array<int64_t>& draft, const Array<int32_t>& child,
+                     const Array<int32_t>& sibling, int64_t max_depth) {
+  const int64_t slots = draft.size(), vocab = rows.size() / slots;
+  std::vector<int64_t> asked;
+  std::vector<int32_t> index(max_depth + 1, -1);
+  int64_t bonus = -2;
+  const auto probability = [&](int64_t slot, int64_t token) {
+    return token < 0 || token >= vocab ? 0.0 : rows.data()[slot * vocab + token];
+  };
+  const auto coin = [&](int64_t slot) {
+    asked.push_back(slot);
+    return coins.data()[slot];
+  };
+  const auto draw = [&](int64_t slot, int32_t first) -> int64_t {
+    for (int64_t token = 0; token < vocab; ++token) {
+      const auto carries = [&](int32_t c, int64_t) { return draft.data()[c] == token; };
+      if (!(probability(slot, token) > 0)) continue;
+      if (eagle2::find_sibling(first, sibling.data(), slots, carries) < 0) return token;
+    }
+    return -1;
+  };
+  const int32_t accepted =
+      eagle2::walk_tree_coins(probability, coin, draw, draft.data(), child.data(), sibling.data(),
+                              slots, max_depth, index.data(), &bonus);
+  return py::make_tuple(asked, accepted, index, bonus);
+}
+
 std::vector<uint32_t> philox(uint64_t seed, uint64_t position, uint32_t block) {
   std::vector<uint32_t> words(4);
   eagle2::philox4x32(seed, position, block, words.data());
@@ -163,6 +193,7 @@ PYBIND11_MODULE(tree_core, m) {
   m.def("leaf_paths", &leaf_paths);
   m.def("extend", &extend);
   m.def("walk", &walk);
+  m.def("walk_coins", &walk_coins);
   m.def("philox", &philox);
   m.def("gumbel", &gumbel);
   m.def("gumbel_noise", [](uint64_t seed, uint64_t position, uint32_t token) {
