@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from eagle2_kernels.models.heads import EagleHead
+from eagle2_kernels import EagleDecoder, TreeConfig
+from eagle2_kernels.models.heads import Eagle3Head, EagleHead
 from eagle2_kernels.training import TrainConfig, Trainer, train
 from eagle2_kernels.training.data import (
     Conversation,
@@ -18,30 +19,34 @@ from eagle2_kernels.training.data import (
     target_features,
 )
 from eagle2_kernels.training.evaluate import TreeShape, accept_length, accepted_at, walk
-from eagle2_kernels.training.trainer import loss_rows, ridge_start, soft_cross_entropy
+from eagle2_kernels.training.trainer import (
+    loss_rows,
+    own_cross_entropy,
+    ridge_start,
+    soft_cross_entropy,
+)
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(scope="module")
-def target():
+def make_target(layers, **settings):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
         bos_token_id=1,
         eos_token_id=2,
+        **settings,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
-def conversations(target):
+def text_of(target):
     g = torch.Generator().manual_seed(1)
     found = []
     for i in range(24):
@@ -51,6 +56,24 @@ def conversations(target):
         cut = prompt.shape[1]
         found.append(Conversation(tokens[:cut], tokens[cut:], greedy=i % 2 == 0))
     return found
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(2)
+
+
+@pytest.fixture(scope="module")
+def conversations(target):
+    return text_of(target)
+
+
+@pytest.fixture(scope="module")
+def both_kinds(target, conversations):
+    """kind -> a target it can be trained for, and that target's text."""
+    # Sharp enough for a loss that is not the entropy of its logits from the start.
+    deep = make_target(7, initializer_range=0.15)
+    return {"eagle2": (target, conversations), "eagle3": (deep, text_of(deep))}
 
 
 def settings(work, **changes):
@@ -135,6 +158,22 @@ def test_features_are_the_targets_last_normed_states(target, conversations, tmp_
             torch.testing.assert_close(target.lm_head(out), logits)
 
 
+def test_features_hold_the_tapped_layers(both_kinds, tmp_path):
+    target, text = both_kinds["eagle3"]
+    seen = {}
+    hooks = [
+        layer.register_forward_hook(lambda m, i, out, n=n: seen.update({n: out}))
+        for n, layer in enumerate(target.model.layers)
+    ]
+    _, features = FeatureCache(text, target, tmp_path, taps=(1, 2, 3)).batch([0])
+    with torch.no_grad():
+        out = target.model(torch.tensor([text[0].tokens])).last_hidden_state[0]
+    for hook in hooks:
+        hook.remove()
+    expected = torch.cat([out, *(seen[n][0] for n in (1, 2, 3))], dim=-1)
+    torch.testing.assert_close(features[0].float(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_features_survive_a_restart(target, conversations, tmp_path):
     cache = FeatureCache(conversations, target, tmp_path)
     assert cache.fill([1, 2]) == len(conversations[1]) + len(conversations[2])
@@ -163,6 +202,25 @@ def test_soft_cross_entropy_and_its_gradient(chunk):
     scale = torch.tensor([1.0, 0.3])
     (got,) = torch.autograd.grad((loss * scale).sum(), hidden)
     (want,) = torch.autograd.grad((expected * scale).sum(), hidden)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_own_cross_entropy_and_its_gradient(both_kinds, chunk):
+    target, _ = both_kinds["eagle3"]
+    head = Eagle3Head.from_target(target, [5, 9, 60, 2])
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 32, generator=g, requires_grad=True)
+    features, rows = torch.randn(7, 32, generator=g), torch.randn(4, 32, generator=g)
+    loss = own_cross_entropy(head, hidden, features, rows, chunk)
+    target = torch.softmax(features @ rows.T, -1)
+    n = hidden / (hidden.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt()
+    logits = (n * head.norm.weight) @ head.lm_head.weight.T
+    expected = -(target * torch.log_softmax(logits, -1)).sum(-1).mean(-1)
+    torch.testing.assert_close(loss, expected)
+    scale, wanted = torch.tensor([1.0, 0.3]), (hidden, head.norm.weight, head.lm_head.weight)
+    got = torch.autograd.grad((loss * scale).sum(), wanted)
+    want = torch.autograd.grad((expected * scale).sum(), wanted)
     torch.testing.assert_close(got, want)
 
 
@@ -261,10 +319,11 @@ def test_walk_counts_tokens_and_forwards(accepted, tokens, forwards):
     assert walk(torch.tensor(accepted)) == (tokens, forwards)
 
 
-def test_training_lowers_the_loss(target, conversations, tmp_path):
-    trainer = Trainer(
-        settings(tmp_path, steps=60, ridge_tokens=0, unroll=2), target, conversations, eos_ids=[2]
-    )
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_training_lowers_the_loss(both_kinds, tmp_path, kind):
+    target, conversations = both_kinds[kind]
+    config = settings(tmp_path, kind=kind, steps=60, ridge_tokens=0, unroll=2, unroll_from=0)
+    trainer = Trainer(config, target, conversations, eos_ids=[2])
     everything = list(range(len(trainer.training)))
     assert len(everything) == 24 - 3  # max_tokens 0 is all of it
     before = trainer.loss(everything).item()
@@ -276,14 +335,20 @@ def test_training_lowers_the_loss(target, conversations, tmp_path):
     assert 1 <= last["accept_length"] <= 4 and last["top1"] <= last["top4"]
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1], ids=["no-noise", "noise"])
-def test_resumed_run_equals_an_uninterrupted_one(target, conversations, tmp_path, noise):
-    whole = Trainer(settings(tmp_path / "a", feature_noise=noise), target, conversations)
+@pytest.mark.parametrize(
+    ("kind", "noise"),
+    [("eagle2", 0.0), ("eagle2", 0.1), ("eagle3", 0.1)],
+    ids=["no-noise", "noise", "eagle3"],
+)
+def test_resumed_run_equals_an_uninterrupted_one(both_kinds, tmp_path, kind, noise):
+    target, conversations = both_kinds[kind]
+    run = {"kind": kind, "feature_noise": noise}
+    whole = Trainer(settings(tmp_path / "a", **run), target, conversations)
     whole.run()
     # 7 of 12 steps: in the second epoch, off every other boundary.
-    first = settings(tmp_path / "b", feature_noise=noise, stop_after=7)
+    first = settings(tmp_path / "b", **run, stop_after=7)
     Trainer(first, target, conversations).run()
-    second = settings(tmp_path / "b", feature_noise=noise, resume=True)
+    second = settings(tmp_path / "b", **run, resume=True)
     resumed = Trainer(second, target, conversations)
     assert resumed.step == 7
     resumed.run()
@@ -300,20 +365,40 @@ def test_a_used_work_directory_needs_resume(target, conversations, tmp_path):
         Trainer(settings(tmp_path), target, conversations)
     with pytest.raises(ValueError, match=r"batch_size \(4 -> 5\)"):
         Trainer(settings(tmp_path, resume=True, batch_size=5), target, conversations)
+    with pytest.raises(ValueError, match="kind: expected eagle2 or eagle3, got 'eagle'"):
+        Trainer(settings(tmp_path / "other", kind="eagle"), target, conversations)
 
 
-def test_train_goes_from_files_to_a_head(target, conversations, tmp_path):
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_train_goes_from_files_to_a_head(both_kinds, tmp_path, kind):
+    target, conversations = both_kinds[kind]
     target.save_pretrained(tmp_path / "target")
     config = settings(
         tmp_path / "work",
         data=str(write(tmp_path / "text.jsonl", conversations)),
         target=str(tmp_path / "target"),
         output=str(tmp_path / "head"),
+        kind=kind,
         steps=3,
     )
     assert train(config) == tmp_path / "head"
     head = EagleHead.from_pretrained(tmp_path / "head", target=target)
+    assert type(head) is (EagleHead if kind == "eagle2" else Eagle3Head)
     assert 2 in head.draft_to_target
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_the_estimate_is_what_decoding_accepts(both_kinds, tmp_path, kind):
+    target, conversations = both_kinds[kind]
+    config = settings(tmp_path, kind=kind, steps=30, draft_vocab_size=0)
+    head = Trainer(config, target, conversations).run().eval()
+    decoder = EagleDecoder(target, head, config=TreeConfig(8, 2, 3))
+    prompts = [c.prompt for c in conversations if c.greedy]
+    got = decoder.generate(prompts, max_new_tokens=16, eos_token_ids=())
+    texts = [Conversation(p, ids) for p, ids in zip(prompts, got.token_ids, strict=True)]
+    assert got.stats.accept_length > 1.1
+    estimate = accept_length(head, target, texts, TreeShape(8, 2, 3))
+    assert estimate == pytest.approx(got.stats.accept_length)
 
 
 def test_missing_data_is_named(tmp_path):

@@ -1,8 +1,9 @@
 """Training text, batches, and the target's features for them.
 
 Text comes as JSON lines {prompt: ids, response: ids, greedy: bool}: conversations the target wrote
-itself. Features (last hidden state after the final norm) are computed the first time a conversation
-is met and kept, so that training starts at once and later epochs skip the target.
+itself. Features (last hidden state after the final norm; for EAGLE-3 heads the outputs of three
+layers too) are computed the first time a conversation is met and kept, so that training starts at
+once and later epochs skip the target.
 """
 
 from __future__ import annotations
@@ -142,16 +143,28 @@ def pad(conversations: Sequence[Conversation], device: torch.device | str = "cpu
 
 
 @torch.no_grad()
-def target_features(target: nn.Module, tokens: Tensor) -> Tensor:
-    """Last hidden state after the final norm: tokens [B, T] -> [B, T, H]."""
-    return target.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+def target_features(target: nn.Module, tokens: Tensor, taps: Sequence[int] | None = None) -> Tensor:
+    """[f; outputs of the layers ``taps``], f the last hidden state after the final norm.
+
+    tokens [B, T] -> [B, T, (1 + len(taps)) * H]. What a head reads is the last `feature_size`
+    columns: f itself without taps. The last layer cannot be tapped here.
+    """
+    states = target.get_decoder()(
+        input_ids=tokens, use_cache=False, output_hidden_states=taps is not None
+    )
+    if taps is None:
+        return states.last_hidden_state
+    # hidden_states[i + 1] is the output of layer i.
+    tapped = [states.hidden_states[i + 1] for i in taps]
+    return torch.cat([states.last_hidden_state, *tapped], dim=-1)
 
 
 class FeatureCache:
     """Features of every conversation, computed once, kept in bfloat16 in a file of `directory`.
 
-    The file is a memory map (1.15 KB a token at H = 576), so an interrupted run keeps what it has
-    computed. `batch(indices)` -> tokens [B, T], features [B, T, H] (zero in padding).
+    The file is a memory map (1.15 KB a token at H = 576, four times that with three taps), so an
+    interrupted run keeps what it has computed. `batch(indices)` -> tokens [B, T], features
+    [B, T, W] as `target_features` has them (zero in padding).
     """
 
     def __init__(
@@ -160,11 +173,12 @@ class FeatureCache:
         target: nn.Module,
         directory: str | os.PathLike[str],
         name: str = "features",
+        taps: Sequence[int] | None = None,
     ) -> None:
         self.conversations = conversations
-        self.target = target
+        self.target, self.taps = target, taps
         weight = target.get_input_embeddings().weight
-        self.width, self.device = weight.shape[1], weight.device
+        self.width, self.device = weight.shape[1] * (1 + len(taps or ())), weight.device
         lengths = np.array([len(c) for c in conversations], dtype=np.int64)
         self.offsets = np.concatenate(([0], np.cumsum(lengths)))
         path = Path(directory)
@@ -179,7 +193,7 @@ class FeatureCache:
         if not missing:
             return 0
         rows = [self.conversations[i] for i in missing]
-        features = target_features(self.target, pad(rows, self.device))
+        features = target_features(self.target, pad(rows, self.device), self.taps)
         packed = features.to("cpu", torch.bfloat16).view(torch.int16).numpy()
         for row, i in enumerate(missing):
             start, stop = self.offsets[i], self.offsets[i + 1]
@@ -188,7 +202,7 @@ class FeatureCache:
         return sum(len(c) for c in rows)
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] int64 and features [B, T, H] bfloat16 of these conversations."""
+        """Tokens [B, T] int64 and features [B, T, W] bfloat16 of these conversations."""
         self.fill(indices)
         tokens = pad([self.conversations[i] for i in indices])
         features = torch.zeros(*tokens.shape, self.width, dtype=torch.bfloat16)

@@ -33,9 +33,10 @@ def accept_length(
 ) -> float:
     """Tokens emitted after the first per target forward, over texts the target wrote greedily."""
     tokens = forwards = 0
+    taps = head.taps(target.config.get_text_config().num_hidden_layers)
     for c in texts:
         ids = torch.tensor(c.tokens, device=target.get_input_embeddings().weight.device)
-        features = target_features(target, ids[None])[0]
+        features = target_features(target, ids[None], taps)[0, :, -head.feature_size :]
         emitted, used = walk(accepted_at(head, ids, features, len(c.prompt), shape))
         tokens, forwards = tokens + emitted, forwards + used
     return tokens / max(forwards, 1)

@@ -1,8 +1,9 @@
-"""Training an EAGLE-1/2 head on text the target wrote itself.
+"""Training a draft head on text the target wrote itself.
 
 The head learns the target's distribution at every response position, from true features and from
-its own (the recursive levels a tree needs). Start: the closed-form regression of the next feature
-on [embedding, feature]. The run writes checkpoints and resumes exactly.
+its own (the recursive levels a tree needs). An EAGLE-2 head starts from the closed-form regression
+of the next feature on [embedding, feature], an EAGLE-3 head from the target's lm_head. The run
+writes checkpoints and resumes exactly.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from eagle2_kernels.models.heads import EagleHead
+from eagle2_kernels.models.heads import Eagle3Head, EagleHead
 from eagle2_kernels.training.data import (
     Conversation,
     FeatureCache,
@@ -42,6 +44,8 @@ class TrainConfig:
     """A .jsonl or .jsonl.gz file of {prompt, response, greedy}: token ids the target wrote."""
     target: str = "demo"
     """Directory of a Hugging Face causal LM, or "demo" for the embedded SmolLM2."""
+    kind: str = "eagle2"
+    """The head's kind, "eagle2" or "eagle3"; the latter needs a target of 7 layers or more."""
     output: str = "head"
     """Directory the finished head is written to (config.json, model.safetensors)."""
     work_dir: str = "train-work"
@@ -76,11 +80,11 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Largest gradient norm."""
     feature_weight: float = 0.5
-    """Weight of the smooth-L1 loss on the feature beside the cross-entropy."""
+    """Weight of the smooth-L1 loss on the feature beside the cross-entropy (EAGLE-2)."""
     feature_noise: float = 0.0
     """Half-width of uniform noise on input features, in units of their standard deviation."""
     ridge_tokens: int = 60_000
-    """Tokens of the closed-form start; 0 starts from random weights."""
+    """Tokens of the closed-form start (EAGLE-2); 0 starts from random weights."""
     ridge_lambda: float = 1e-2
     """Ridge penalty, relative to each input's sum of squares."""
     eval_every: int = 400
@@ -132,6 +136,27 @@ def soft_cross_entropy(hidden: Tensor, features: Tensor, weight: Tensor, chunk: 
     weight [Vd, H] (lm_head rows, frozen) -> [S] float32; differentiable in `hidden` only.
     """
     return _SoftCrossEntropy.apply(hidden, features, weight, chunk)
+
+
+def own_cross_entropy(
+    head: EagleHead, hidden: Tensor, features: Tensor, weight: Tensor, chunk: int = 256
+) -> Tensor:
+    """loss[s] of `soft_cross_entropy` with the head's own logits of g_s in place of W g_s.
+
+    Differentiable in the head's norm and lm_head too. Logits live a chunk of rows at a time and are
+    computed again for the gradient.
+    """
+
+    def part(g: Tensor, f: Tensor) -> Tensor:
+        target = torch.softmax((f.to(weight.dtype) @ weight.T).float(), dim=-1)
+        return -(target * torch.log_softmax(head.logits(g).float(), dim=-1)).sum()
+
+    losses = []
+    for level in hidden:
+        pairs = zip(level.split(chunk), features.split(chunk), strict=True)
+        parts = [checkpoint(part, g, f, use_reentrant=False) for g, f in pairs]
+        losses.append(torch.stack(parts).sum() / len(features))
+    return torch.stack(losses)
 
 
 def loss_rows(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor]:
@@ -227,10 +252,17 @@ class Trainer:
             everything, _ = split(conversations, c.held_out, None, c.seed)
             vocab = draft_vocabulary(everything, c.draft_vocab_size, eos_ids)
         # Master weights in float32; the forward runs in bfloat16 under autocast.
-        self.head = EagleHead.from_target(target, vocab, dtype=torch.float32, seed=c.seed)
+        if c.kind not in _KINDS:
+            raise ValueError(f"kind: expected {' or '.join(_KINDS)}, got {c.kind!r}")
+        self.head = _KINDS[c.kind].from_target(target, vocab, dtype=torch.float32, seed=c.seed)
         self.device = target.get_input_embeddings().weight.device
-        self.cache = FeatureCache(self.training, target, self.work, "train")
-        self.held_out = FeatureCache(self.validation, target, self.work, "valid")
+        taps = self.head.taps(target.config.get_text_config().num_hidden_layers)
+        self.cache = FeatureCache(self.training, target, self.work, "train", taps)
+        self.held_out = FeatureCache(self.validation, target, self.work, "valid", taps)
+        # The target's lm_head rows of the draft vocabulary: what its features are read with.
+        self.rows = target.get_output_embeddings().weight.detach()
+        if self.head.draft_to_target is not None:
+            self.rows = self.rows[self.head.draft_to_target].contiguous()
         matrices = [p for p in self.head.parameters() if p.ndim == 2]
         others = [p for p in self.head.parameters() if p.ndim != 2]
         self.optimizer = torch.optim.AdamW(
@@ -267,9 +299,13 @@ class Trainer:
             self._log(event="ridge", tokens=total, explained=round(explained, 4))
 
     def loss(self, indices: Sequence[int], noise: torch.Generator | None = None) -> Tensor:
-        """Loss of one batch: sum over levels of w^s (cross-entropy + a * smooth-L1) / sum w^s."""
+        """Loss of one batch: sum over levels of w^s (cross-entropy + a * smooth-L1) / sum w^s.
+
+        An EAGLE-3 head's output is no feature of the target: it has no smooth-L1 part.
+        """
         c = self.config
         tokens, features = self.cache.batch(indices)
+        features, final = self._split(features)
         b, r = loss_rows([self.training[i] for i in indices])
         levels = c.unroll if self.step >= c.unroll_from else 1
         given = features
@@ -278,14 +314,17 @@ class Trainer:
             given = features + (2 * c.feature_noise * features.float().std() * shift).to(
                 features.dtype
             )
+        truth = final[b, r + 1]
         with torch.autocast(self.device.type, torch.bfloat16):
             outputs = self.head.forward_train(tokens[:, 1:], given[:, :-1], levels)
-        hidden = torch.stack([g[b, r] for g in outputs]).float()
-        truth = features[b, r + 1]
-        entropy = soft_cross_entropy(hidden, truth, self.head.lm_head_weight)
-        near = F.smooth_l1_loss(hidden, truth.float().expand_as(hidden), reduction="none").mean(
-            dim=(1, 2)
-        )
+            hidden = torch.stack([g[b, r] for g in outputs]).float()
+            if isinstance(self.head, Eagle3Head):
+                entropy = own_cross_entropy(self.head, hidden, truth, self.rows)
+                near = torch.zeros_like(entropy)
+        if not isinstance(self.head, Eagle3Head):
+            entropy = soft_cross_entropy(hidden, truth, self.rows)
+            near = F.smooth_l1_loss(hidden, truth.float().expand_as(hidden), reduction="none")
+            near = near.mean(dim=(1, 2))
         weights = c.unroll_weight ** torch.arange(levels, device=hidden.device)
         self._parts = (entropy.detach(), near.detach())
         return (weights * (entropy + c.feature_weight * near)).sum() / weights.sum()
@@ -297,7 +336,7 @@ class Trainer:
         """
         c = self.config
         if self.step == 0:
-            if c.ridge_tokens:
+            if c.ridge_tokens and c.kind == "eagle2":
                 self.start()
             self.validate()
             self.save_checkpoint()
@@ -353,6 +392,7 @@ class Trainer:
         top1 = top4 = rows = tokens = forwards = 0
         for i, c in enumerate(self.validation):
             ids, features = self.held_out.batch([i])
+            features, final = self._split(features)
             r = torch.arange(len(c.prompt) - 1, len(c) - 2, device=ids.device)
             if not len(r):
                 continue
@@ -360,7 +400,7 @@ class Trainer:
             guess = head.logits(hidden[0, r]).topk(4, dim=-1).indices
             if head.draft_to_target is not None:
                 guess = head.draft_to_target[guess]
-            hit = guess == self._target_argmax(i, features[0, r + 1])[:, None]
+            hit = guess == self._target_argmax(i, final[0, r + 1])[:, None]
             top1 += int(hit[:, 0].sum())
             top4 += int(hit.any(dim=-1).sum())
             rows += len(r)
@@ -376,6 +416,10 @@ class Trainer:
         self._log(event="validation", **figures)
         return figures
 
+    def _split(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads, and the last hidden state (one and the same for an EAGLE-2 head)."""
+        return features[..., -self.head.feature_size :], features[..., : self.rows.shape[1]]
+
     def _target_argmax(self, index: int, features: Tensor) -> Tensor:
         if index not in self._argmax:
             lm_head = self.target.get_output_embeddings()
@@ -384,7 +428,7 @@ class Trainer:
 
     def _shipped(self) -> EagleHead:
         dtype = self.head.embed_weight.dtype
-        head = EagleHead(
+        head = type(self.head)(
             self.head.config, self.head.draft_to_target, dtype=dtype, device=self.device
         )
         head.load_state_dict(self.head.state_dict())
@@ -419,8 +463,8 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         # What decides the data order may not change in mid-run.
-        fixed = ["seed", "batch_size", "held_out", "draft_vocab_size"]
-        then, now = state["config"], asdict(self.config)
+        fixed = ["seed", "batch_size", "held_out", "draft_vocab_size", "kind"]
+        then, now = {"kind": "eagle2"} | state["config"], asdict(self.config)
         if (now["max_tokens"] or math.inf) < (then["max_tokens"] or math.inf):
             fixed.append("max_tokens")
         changed = [f"{k} ({then[k]!r} -> {now[k]!r})" for k in fixed if then[k] != now[k]]
@@ -468,6 +512,9 @@ def _load_target(name: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+
+
+_KINDS: dict[str, type[EagleHead]] = {"eagle2": EagleHead, "eagle3": Eagle3Head}
 
 
 class _Progress:
