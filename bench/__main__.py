@@ -1,4 +1,4 @@
-"""Microbenchmarks: ``python bench [attention] [expand] [flatten] [verify]``."""
+"""Microbenchmarks: ``python bench [attention] [expand] [flatten] [logits] [verify]``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib
 import runner
 import torch
 
-FAMILIES = ("attention", "expand", "flatten", "verify")
+FAMILIES = ("attention", "expand", "flatten", "logits", "verify")
 
 
 def main() -> None:

@@ -94,12 +94,20 @@ def test_bf16_sampled_trees_give_plain_decodings_bits(bf16, prompt):
     settings = {
         "max_new_tokens": NEW_TOKENS,
         "keep_logits": True,
-        "sampling": SamplingParams(temperature=0.8, top_p=0.95, seed=1),
+        "sampling": SamplingParams(
+            temperature=0.8,
+            top_p=0.95,
+            seed=1,
+            repetition_penalty=1.2,
+            frequency_penalty=0.1,
+            logprobs="processed",
+        ),
     }
     tree = bf16.generate(prompt, config=TreeConfig(32, 8, 6), **settings)
     plain = bf16.generate_plain(prompt, pad_rows=rows, **settings)
     assert tree.token_ids == plain.token_ids
     assert torch.equal(tree.logits, plain.logits)
+    assert tree.logprobs == plain.logprobs
 
 
 def test_bf16_divergence_from_one_row_decoding_is_legal(bf16, prompt):
