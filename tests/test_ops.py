@@ -188,53 +188,6 @@ def test_integers_are_symbolic(name):
     assert "int? " not in BY_NAME[name].schema.replace("SymInt? ", "")
 
 
-def test_sizes_that_change_do_not_recompile_for_ever():
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-
-    @torch.compile(backend=count, fullgraph=True)
-    def f(logits, beam_scores, top_k, words, num_keys):
-        tokens, *_ = eagle2_kernels.expand_topk(logits, beam_scores, top_k)
-        return tokens, eagle2_kernels.unpack_tree_mask(words, num_keys)
-
-    for size in range(3, 10):
-        tokens, mask = f(
-            torch.randn(1, 2, 40), torch.zeros(1, 2), size, torch.zeros(1, 1).long(), size
-        )
-        assert tokens.shape == (1, 2 * size) and mask.shape == (1, size)
-    assert len(graphs) <= 2
-
-
-COMPILE_FIRST = """
-import torch, eagle2_kernels
-
-@torch.compile(fullgraph=True)
-def step(logits, beam_scores, parents, root, prefix):
-    tokens, scores, *_ = eagle2_kernels.expand_topk(logits, beam_scores, 4)
-    tree = eagle2_kernels.build_tree(root, prefix, tokens, scores, parents, 4)
-    return tree.draft_tokens, tree.tree_mask
-
-args = (torch.arange(10.0).view(1, 1, 10), torch.zeros(1, 1),
-        torch.full((1, 4), -1, dtype=torch.int32), torch.tensor([50]),
-        torch.tensor([3], dtype=torch.int32))
-with torch.no_grad():
-    tokens, mask = step(*args)
-assert tokens.tolist() == [[50, 9, 8, 7]], tokens
-assert mask.tolist() == [[[1], [3], [5], [9]]], mask
-print("compiled")
-"""
-
-
-def test_the_first_call_of_a_process_may_be_compiled():
-    run = subprocess.run([*PYTHON, COMPILE_FIRST], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == "compiled", run.stderr[-3000:]
-
-
 USE_REFERENCE = """
 import torch, eagle2_kernels
 from eagle2_kernels import ops
