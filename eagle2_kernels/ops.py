@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,28 @@ NAMESPACE = "eagle2_kernels"
 
 Outputs = tuple[Tensor, ...]
 
+OPTIONS = {
+    "allowed_mask": "allowed tokens",
+    "bias_tokens": "logit bias",
+    "draft_to_target": "draft vocabulary",
+    "frequency_penalty": "frequency penalty",
+    "k_scale": "float8 caches",
+    "limits": "limits per request",
+    "lse": "log-sum-exp",
+    "min_p": "min-p",
+    "page_table": "paged",
+    "presence_penalty": "presence penalty",
+    "qo_indptr": "ragged rows",
+    "repetition_penalty": "repetition penalty",
+    "sinks": "sinks",
+    "softcap": "softcap",
+    "temperature": "temperature",
+    "top_k": "top-k",
+    "top_p": "top-p",
+    "window": "window by depth",
+}
+"""Optional arguments that are a feature, in the README's words."""
+
 
 @dataclass(frozen=True)
 class Op:
@@ -34,6 +57,8 @@ class Op:
     ``args`` is the schema's argument list. ``outs`` names the tensors an allocating op returns, in
     order; an op without ``outs`` mutates arguments in place. ``triton`` names the module of
     ``triton_kernels`` whose function of the op's name serves CUDA tensors.
+    ``floats`` names the arguments that take any of `_checks.FLOATS` (all of one call the same one),
+    ``moves`` those that take any dtype; the dtype of every other argument is fixed.
     """
 
     name: str
@@ -43,6 +68,14 @@ class Op:
     fake: Callable[..., object]
     summary: str
     triton: str | None = None
+    floats: tuple[str, ...] = ()
+    moves: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> list[str]:
+        """What a caller may ask for, by the optional arguments of the schema."""
+        optional = re.findall(r"(\w+)=", self.args)
+        return [OPTIONS[name] for name in optional if name in OPTIONS]
 
     @property
     def schema(self) -> str:
@@ -250,6 +283,7 @@ OPS: tuple[Op, ...] = (
         reference.expand_topk,
         _expand_topk,
         "log-softmax, per-row top-k, the parent's score and the next beam, fused",
+        floats=("logits",),
     ),
     Op(
         "extend_draft_tree",
@@ -321,6 +355,7 @@ OPS: tuple[Op, ...] = (
         reference.tree_attention_out,
         _nothing,
         "attention of every tree node over the prefix and its own ancestors, dense or paged cache",
+        floats=("q", "k_cache", "v_cache", "out"),
     ),
     Op(
         "merge_attention_states",
@@ -329,6 +364,7 @@ OPS: tuple[Op, ...] = (
         reference.merge_attention_states,
         _merge_attention_states,
         "merge two partial attention results by their log-sum-exp",
+        floats=("out_a", "out_b"),
     ),
     Op(
         "process_logits",
@@ -340,6 +376,7 @@ OPS: tuple[Op, ...] = (
         reference.process_logits,
         _nothing,
         "logit bias and penalties in place, each node's own path counted",
+        floats=("logits",),
     ),
     Op(
         "count_tokens",
@@ -364,6 +401,7 @@ OPS: tuple[Op, ...] = (
         reference.token_logprobs,
         _token_logprobs,
         "log-softmax at the visited rows, read at the emitted tokens",
+        floats=("logits",),
     ),
     Op(
         "sample_tokens",
@@ -372,6 +410,7 @@ OPS: tuple[Op, ...] = (
         reference.sample_tokens,
         _sample_tokens,
         "argmax, or Gumbel-max with noise keyed by (seed, position, token), after the filters",
+        floats=("logits",),
     ),
     Op(
         "verify_tree",
@@ -389,6 +428,7 @@ OPS: tuple[Op, ...] = (
         reference.sample_and_verify,
         _sample_and_verify,
         "sample_tokens at the visited nodes only, fused with verify_tree",
+        floats=("logits",),
     ),
     Op(
         "verify_tree_coins",
@@ -398,6 +438,7 @@ OPS: tuple[Op, ...] = (
         reference.verify_tree_coins,
         _verify_tree_coins,
         "the same law from the caller's uniform coins",
+        floats=("target_probs",),
     ),
     Op(
         "compact_kv",
@@ -407,6 +448,7 @@ OPS: tuple[Op, ...] = (
         reference.compact_kv,
         _nothing,
         "move the accepted path's keys and values to the end of the prefix, all layers at once",
+        moves=("kv_caches",),
     ),
     Op(
         "write_kv",
@@ -417,6 +459,7 @@ OPS: tuple[Op, ...] = (
         _nothing,
         "store new keys and values behind each request's prefix",
         triton="cache",
+        moves=("k_cache", "v_cache", "k", "v"),
     ),
 )
 
@@ -505,13 +548,25 @@ def backend() -> str:
 
 
 def describe() -> str:
-    """The op list as README shows it: one Markdown row per operator."""
-    rows = ["| operator | what it does | kernels |", "|---|---|---|"]
+    """The op list as README shows it: a Markdown row per operator, then what a backend is worth."""
+    rows = ["| operator | what it does | CPU | CUDA | dtypes; options |", "|---|---|---|---|---|"]
     for op in OPS:
-        where = "CPU" + (", Triton" if op.triton else "")
-        where += ", CUDA C++" if op.name in CUDA_CPP else ""
-        rows.append(f"| `{op.name}` | {op.summary} | {where} |")
-    return "\n".join(rows) + "\n"
+        cuda = "C++" if op.name in CUDA_CPP else "Triton" if op.triton else ""
+        cuda = f"{cuda}, not run" if cuda else "raises"
+        dtypes = "float64/32/16, bfloat16" if op.floats else "any dtype" if op.moves else ""
+        supports = "; ".join(filter(None, (dtypes, ", ".join(op.options))))
+        rows.append(f"| `{op.name}` | {op.summary} | C++ | {cuda} | {supports} |")
+    return "\n".join([*rows, "", *_BACKENDS]) + "\n"
+
+
+_BACKENDS = (
+    "* CPU: the compiled kernels, which the test suite runs against the oracle.",
+    "* CUDA: **nothing has run on a card yet**. The C++ kernels are compiled by nvcc and share",
+    "  `csrc/tree.h` with the CPU's; the Triton kernels are tested under Triton's interpreter and",
+    "  compiled ahead of time for sm_80, sm_90, sm_100 and sm_120.",
+    "* Every operator has a fake kernel (`torch.compile`, meta tensors) and an oracle in plain",
+    "  PyTorch in `eagle2_kernels/reference.py`, which `EAGLE2_BACKEND=reference` runs.",
+)
 
 
 _define()

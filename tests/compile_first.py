@@ -19,7 +19,7 @@ import torch._functorch.aot_autograd
 # `python -P` leaves the script's directory out of the path, and with it what shadows the package.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_ops import BY_NAME, WORKING, example, overload
+from test_ops import BY_NAME, NAMES, example, overload
 
 import eagle2_kernels
 
@@ -96,7 +96,7 @@ def problem_of(name):
 
 def main():
     gc.freeze()
-    for name in sys.argv[1:] or WORKING:
+    for name in sys.argv[1:] or NAMES:
         if os.fork() == 0:
             try:
                 problem = problem_of(name)

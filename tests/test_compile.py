@@ -10,7 +10,7 @@ import pytest
 import torch
 from compile_first import bits
 from growth import i32
-from test_ops import PYTHON, WORKING, example, overload
+from test_ops import NAMES, PYTHON, example, overload
 
 import eagle2_kernels as ek
 
@@ -31,7 +31,7 @@ def first_calls():
     return dict(json.loads(line) for line in run.stdout.splitlines())
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_first_call_of_a_process_may_be_compiled(first_calls, name):
     """The public function, the op and its twin: eager bits, one graph (backend aot_eager)."""
     assert first_calls.get(name, "no result") == ""
@@ -195,7 +195,7 @@ def growing(name, b, n):
     return overload(name), *repeated(name, b)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", NAMES)
 def test_lengths_that_grow_do_not_recompile(name):
     """Two graphs, the first sizes and any; another where the mask's words become several."""
     torch._dynamo.reset()

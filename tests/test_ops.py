@@ -9,7 +9,7 @@ import torch
 from growth import i32
 
 import eagle2_kernels
-from eagle2_kernels import ops
+from eagle2_kernels import _checks, ops
 from eagle2_kernels.ops import NAMESPACE, OPS
 
 NAMES = [op.name for op in OPS]
@@ -173,6 +173,53 @@ def test_the_kernel_agrees_with_the_oracle(name):
         assert same(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def in_dtype(name, dtype):
+    """The example by keywords, with what the row calls free in ``dtype``."""
+    args, kwargs = example(name)
+    names = [argument.name for argument in overload(name)._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    for each in BY_NAME[name].floats + BY_NAME[name].moves:
+        values[each] = torch.utils._pytree.tree_map(lambda t: t.to(dtype), values[each])
+    return values
+
+
+def as_bytes(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [x.reshape(-1).view(torch.uint8) for x in leaves if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("dtype", _checks.FLOATS, ids=str)
+@pytest.mark.parametrize("name", [n for n in NAMES if BY_NAME[n].floats])
+def test_the_dtypes_of_a_row_work(name, dtype):
+    values, twin = in_dtype(name, dtype), in_dtype(name, dtype)
+    got = [*as_tuple(overload(name)(**values)), *torch.utils._pytree.tree_leaves(values)]
+    want = [*as_tuple(BY_NAME[name].reference(**twin)), *torch.utils._pytree.tree_leaves(twin)]
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for a, b in zip(got, want, strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", [n for n in NAMES if BY_NAME[n].floats])
+def test_other_dtypes_are_refused(name, dtype):
+    with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+        overload(name)(**in_dtype(name, dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [*_checks.FLOATS, torch.float8_e4m3fn, torch.uint8, torch.int16, torch.complex64],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [n for n in NAMES if BY_NAME[n].moves])
+def test_what_only_moves_takes_any_dtype(name, dtype):
+    values, twin = in_dtype(name, dtype), in_dtype(name, dtype)
+    overload(name)(**values)
+    BY_NAME[name].reference(**twin)
+    assert all(map(torch.equal, as_bytes(values), as_bytes(twin)))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_op_returns_an_argument(name):
     for each in (name, f"{name}_out") if BY_NAME[name].outs else (name,):
@@ -190,7 +237,7 @@ def test_integers_are_symbolic(name):
 
 USE_REFERENCE = """
 import torch, eagle2_kernels
-from eagle2_kernels import ops
+from eagle2_kernels import _checks, ops
 dump = torch._C._dispatch_dump("eagle2_kernels::flatten_tree")
 assert ".cpp:" not in dump.split("CPU:")[1].splitlines()[0], dump
 parents = torch.tensor([[-1, 0, 1]], dtype=torch.int32)

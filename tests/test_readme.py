@@ -41,6 +41,15 @@ def test_op_list_is_the_table():
     assert listed == ops.describe()
 
 
+def test_kernels_for_cuda_are_there_and_tested_as_far_as_said():
+    root = Path(__file__).parent.parent
+    sources = "".join(path.read_text() for path in (root / "csrc" / "cuda").glob("*.cu"))
+    tests = (root / "tests" / "test_triton.py").read_text()
+    for op in ops.OPS:
+        assert (f'm.impl("{op.name}"' in sources) == (op.name in ops.CUDA_CPP), op.name
+        assert op.triton is None or f".{op.name}(" in tests, op.name
+
+
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_the_two_commands_are_targets_of_the_makefile(target):
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
