@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TRAIN_ARGS ?=
 LOAD_ARGS ?=
+MUTANTS_ARGS ?=
 # what pip says while .venv is made; `make QUIET= demo` shows all of it
 QUIET ?= --quiet
 
@@ -24,7 +25,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test sanitize lint format bench load train cuda clean distclean
+.PHONY: setup demo test mutants sanitize lint format bench load train cuda clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -35,6 +36,10 @@ demo: setup
 # The pytest script, not `python -m pytest`: that puts the checkout before the installed package.
 test: setup
 	$(CPU)/bin/pytest $(PYTEST_ARGS) tests
+
+# Plants each fault of tests/mutants/table.py in a scratch copy; the tests named for it must fail.
+mutants: setup
+	PATH="$(CURDIR)/$(CPU)/bin:$$PATH" $(CPU)/bin/python tests/mutants $(MUTANTS_ARGS)
 
 # csrc/tree.h under AddressSanitizer and UBSan, in a process without torch: a report is about this code.
 sanitize: setup
@@ -86,6 +91,7 @@ cuda: $(CUDA)/.installed
 	$(CUDA)/bin/python -P -c "from eagle2_kernels import _library as l; s = l.load(); assert all(x.loaded for x in s.values()), s"
 	$(CUDA)/bin/pytest $(PYTEST_ARGS) $(OP_TESTS)
 	$(CUDA)/bin/pytest $(PYTEST_ARGS) -m triton tests
+	PATH="$(CURDIR)/$(CUDA)/bin:$$PATH" $(CUDA)/bin/python tests/mutants --only '^triton_kernels'
 	rm -rf build/auto
 	$(CUDA)/bin/python -m build --sdist --no-isolation --outdir build/auto
 	env -u CUDA_HOME -u EAGLE2_CUDA $(CUDA)/bin/python $(PIP) wheel --no-build-isolation --no-deps -w build/auto build/auto/*.tar.gz

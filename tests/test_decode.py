@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import tiny_head, tiny_model
+from tiny_models import copycat_decoder, tiny_head, tiny_model
 
 import eagle2_kernels as ek
 from eagle2_kernels import EagleDecoder, SamplingParams, TreeConfig
@@ -40,23 +40,8 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def copycat():
-    """A decoder whose drafts are often right: the target's layers are switched off, so its next
-    token depends on the last one alone, and the head passes the embedding on to the lm_head.
-    """
-    model = tiny_model(tie_word_embeddings=False)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.norm.weight.fill_(1.0)
-    head = tiny_head(model)
-    with torch.no_grad():
-        head.fc.weight.zero_()
-        head.fc.weight[:, : head.config.hidden_size].copy_(torch.eye(head.config.hidden_size))
-        head.fc.bias.zero_()
-        head.layers[0].self_attn.o_proj.weight.zero_()
-        head.layers[0].mlp.down_proj.weight.zero_()
-    return EagleDecoder(model, head)
+    """A decoder whose drafts are often right."""
+    return copycat_decoder()
 
 
 @pytest.fixture(scope="module")

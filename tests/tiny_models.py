@@ -68,3 +68,26 @@ def tiny_head(model, draft_vocab=None, seed=0, kind="EagleHead"):
     from eagle2_kernels.models import heads
 
     return getattr(heads, kind).from_target(model, draft_vocab, seed=seed).eval()
+
+
+@torch.no_grad()
+def copycat_decoder(attention=0.0):
+    """A decoder whose drafts are often right: the target's MLPs are switched off and its attention
+    is turned down, so its next token depends mostly on the last one, and the head passes the
+    embedding on to the lm_head. Without attention it does not look at its cache at all.
+    """
+    from eagle2_kernels import EagleDecoder
+
+    model = tiny_model(tie_word_embeddings=False)
+    head = tiny_head(model)
+    for layer in (*model.model.layers, *head.layers):
+        layer.mlp.down_proj.weight.zero_()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(attention)
+    head.layers[0].self_attn.o_proj.weight.zero_()
+    model.model.norm.weight.fill_(1.0)
+    width = head.config.hidden_size
+    head.fc.weight.zero_()
+    head.fc.weight[:, :width].copy_(torch.eye(width))
+    head.fc.bias.zero_()
+    return EagleDecoder(model, head)

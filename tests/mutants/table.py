@@ -1,0 +1,1080 @@
+"""The mutants: one-line faults of the kinds that field_failures.json lists, and who must see them.
+
+A mutant is (file, old text, new text, slugs). The old text stands in its file exactly once; when it
+no longer does, the code has moved and the mutant must follow. It is killed by the field-failure
+tests of its slugs, which run first, or by the `tests` named here. `objects` names the C++ sources
+to compile again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``tests`` are pytest ids below tests/, separated by blanks, as are ``slugs``.
+
+    ``quick`` puts it into the subset CI runs, ``hangs`` says that running on without end is how it
+    shows, ``needs`` names a module without which it cannot be tried.
+    """
+
+    file: str
+    old: str
+    new: str
+    slugs: str
+    tests: str = ""
+    objects: str = ""
+    quick: bool = False
+    hangs: bool = False
+    needs: str = ""
+
+    @property
+    def name(self) -> str:
+        """File and change, on one line."""
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.file}: {old} -> {new or 'nothing'}"
+
+    @property
+    def installed(self) -> str:
+        """Where an installation has the file; csrc is not installed."""
+        top = "eagle2_kernels/" if self.file.startswith("triton_kernels/") else ""
+        return top + self.file
+
+    @property
+    def cost(self) -> int:
+        """A rough order: what is compiled takes longer."""
+        return 10 * ("attention" in self.objects) + len(self.objects.split())
+
+    def stale(self, root: Path) -> str:
+        """Why the mutant cannot be planted, or nothing."""
+        count = (root / self.file).read_text().count(self.old)
+        if count == 1 and self.old != self.new:
+            return ""
+        return f"{self.name}: expected its old text once, found it {count} times"
+
+    def missing(self) -> str:
+        """The module it needs, where that is not installed."""
+        return self.needs if self.needs and importlib.util.find_spec(self.needs) is None else ""
+
+
+@functools.cache
+def tests_by_name() -> dict[str, str]:
+    """Test function -> pytest id, of the field-failure tests."""
+    return {
+        node.name: f"tests/field_failures/{path.name}::{node.name}"
+        for path in sorted((TESTS / "field_failures").glob("test_*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def tests_of(slug: str) -> list[str]:
+    """Ids of the tests whose name begins with a slug."""
+    return [i for name, i in tests_by_name().items() if name.startswith(f"test_{slug}")]
+
+
+def killers(mutant: Mutant) -> list[str]:
+    """The tests to run against a mutant, the slugs' own first."""
+    own = [test for slug in mutant.slugs.split() for test in tests_of(slug)]
+    return own + [f"tests/{test}" for test in mutant.tests.split()]
+
+
+KERNEL = "csrc/cpu/attention_kernel.h"
+ATTENTION = "csrc/cpu/attention.cpp"
+TREE = "csrc/tree.h"
+EXPAND = "csrc/cpu/expand.cpp"
+VERIFY = "csrc/cpu/verify.cpp"
+CACHE = "csrc/cpu/cache.cpp"
+LOGITS = "csrc/cpu/logits.cpp"
+ORACLE = "eagle2_kernels/reference.py"
+DECODE = "eagle2_kernels/decode.py"
+REQUESTS = "eagle2_kernels/generation.py"
+TARGET = "eagle2_kernels/models/target.py"
+DRAFT = "eagle2_kernels/models/draft.py"
+
+
+def kernel(old: str, new: str, slugs: str, **more) -> Mutant:
+    """A mutant of the attention kernel."""
+    return Mutant(KERNEL, old, new, slugs, objects="attention", **more)
+
+
+def tree(old: str, new: str, slugs: str, objects: str = "flatten", **more) -> Mutant:
+    """A mutant of csrc/tree.h, in the sources that hold what it changes."""
+    return Mutant(TREE, old, new, slugs, objects=objects, **more)
+
+
+def oracle(old: str, new: str, slugs: str, **more) -> Mutant:
+    """A mutant of reference.py; all of them are quick."""
+    return Mutant(ORACLE, old, new, slugs, quick=True, **more)
+
+
+ATTENTION_MUTANTS = [
+    kernel(
+        "if (see.path_count == 0) see.end = 0;",
+        "",
+        "row_that_sees_nothing",
+    ),
+    kernel(
+        "const bool empty = total == 0;",
+        "const bool empty = false;",
+        "row_that_sees_nothing",
+    ),
+    kernel(
+        "nothing ? -std::numeric_limits<float>::infinity()",
+        "nothing ? 0.0f",
+        "empty_part_in_a_merge row_that_sees_nothing",
+    ),
+    kernel(
+        "*std::min_element(end, end + rows)",
+        "*std::max_element(end, end + rows)",
+        "poison_in_an_invisible_slot tree_call_then_causal_call",
+        tests="test_attention.py::test_invisible_slots_do_not_touch_the_result",
+    ),
+    kernel(
+        "x = x + (x - x);",
+        "",
+        "poison_in_an_invisible_slot",
+        tests="test_attention.py::test_a_row_that_sees_poison_shows_it_and_no_other_does",
+    ),
+    kernel(
+        "if (slots - first < 64) *bits &= (uint64_t{1} << (slots - first)) - 1;",
+        "",
+        "mask_of_the_wrong_length",
+        tests="test_attention.py::test_hostile_values_stay_inside_the_cache",
+    ),
+    kernel(
+        "const bool chain = p.mask == nullptr &&",
+        "const bool chain = true &&",
+        "two_branches_under_the_diagonal",
+    ),
+    kernel(
+        "if (own - depth[list[i] * p.depths_stride[1]] >= p.window) list[i] = ~list[i];",
+        "if (own - depth[list[i] * p.depths_stride[1]] > p.window) list[i] = ~list[i];",
+        "window_per_node_by_position",
+    ),
+    kernel(
+        "const int64_t own = depth[slot * p.depths_stride[1]];",
+        "const int64_t own = slot;",
+        "window_per_node_by_position",
+        quick=True,
+    ),
+    kernel(
+        "(kv_head * group + r % group) * p.q_stride[2]",
+        "(kv_head + r % group * p.kv_heads) * p.q_stride[2]",
+        "gqa_head_groups",
+    ),
+    kernel(
+        "stride[1], head, stride[2]",
+        "stride[1], head, p.head_dim",
+        "strided_kv_views",
+    ),
+    kernel(
+        "std::clamp<int64_t>(p.prefix_lens[request * p.prefix_stride], 0, p.capacity)",
+        "std::clamp<int64_t>(p.prefix_lens[0], 0, p.capacity)",
+        "ragged_batch_has_its_own_positions",
+    ),
+    kernel(
+        "if (peak > *row_peak) {",
+        "if (peak < *row_peak) {",
+        "odd_sizes",
+    ),
+    kernel(
+        "for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;",
+        "",
+        "odd_sizes",
+        tests="test_attention.py::test_matches_oracle",
+    ),
+    kernel(
+        "for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;",
+        "",
+        "odd_sizes",
+        tests="test_attention.py::test_matches_oracle",
+    ),
+    Mutant(
+        ATTENTION,
+        'check_shape(mask, "tree_mask", {p.batch, p.nodes, (p.tree_len + 63) / 64});',
+        'check_shape(mask, "tree_mask", {p.batch, p.nodes, -1});',
+        "mask_of_the_wrong_length",
+        objects="attention",
+    ),
+    Mutant(
+        ATTENTION,
+        "const auto& only = no_y ? a : b;",
+        "const auto& only = no_x ? a : b;",
+        "empty_part_in_a_merge",
+        objects="attention",
+    ),
+    Mutant(
+        "csrc/address.h",
+        "return block * block_stride + slot * slot_stride",
+        "return static_cast<int32_t>(block * block_stride) + slot * slot_stride",
+        "offsets_past_32_bits_and_page_ids_past_16",
+        quick=True,
+    ),
+    Mutant(
+        "csrc/address.h",
+        "+ slot * slot_stride +",
+        "+ static_cast<int32_t>(slot) * static_cast<int32_t>(slot_stride) +",
+        "offsets_past_32_bits_and_page_ids_past_16",
+        quick=True,
+    ),
+    Mutant(
+        "csrc/address.h",
+        "const int64_t page = table[entry * table_stride];",
+        "const int64_t page = static_cast<uint16_t>(table[entry * table_stride]);",
+        "offsets_past_32_bits_and_page_ids_past_16",
+        quick=True,
+    ),
+    Mutant(
+        "csrc/address.h",
+        "position - entry * page_size}",
+        "position & (page_size - 1)}",
+        "odd_sizes",
+        objects="attention",
+    ),
+    Mutant(
+        CACHE,
+        "const int64_t source = index(b, i);",
+        "const int64_t source = index(b, i) < 0 ? -1 : i;",
+        "slot_is_not_position_after_second_sibling",
+        objects="cache",
+        quick=True,
+    ),
+    Mutant(
+        CACHE,
+        "place.slot, cache_.stride[1], 0, 0)",
+        "place.slot, cache_.size[2] * cache_.row, 0, 0)",
+        "strided_kv_views",
+        objects="cache",
+    ),
+    Mutant(
+        CACHE,
+        "if (counts.data != nullptr && j >= counts(b)) continue;",
+        "if (counts.data != nullptr && j > counts(b)) continue;",
+        "poison_in_an_invisible_slot",
+        tests="test_cache.py::test_write_puts_rows_behind_the_prefix_and_nothing_else",
+        objects="cache",
+    ),
+    oracle(
+        "        if tree_slots.numel() == 0:\n            return tree_slots",
+        "",
+        "row_that_sees_nothing",
+    ),
+    oracle(
+        "torch.arange(hq, device=q.device) // (hq // hkv)",
+        "torch.arange(hq, device=q.device) % hkv",
+        "gqa_head_groups",
+    ),
+    oracle(
+        "tree_slots = torch.arange(slot + 1)",
+        "tree_slots = torch.arange(tree_len)",
+        "tree_call_then_causal_call",
+    ),
+    oracle(
+        "keys = keys[prefix_len + depth[slot] - positions < window]",
+        "keys = keys[prefix_len + depth[slot] - positions <= window]",
+        "window_per_node_by_position",
+    ),
+    oracle(
+        "keys = keys[prefix_len + depth[slot] - positions < window]",
+        "keys = keys[prefix_len + slot - positions < window]",
+        "window_per_node_by_position",
+    ),
+    oracle(
+        "return torch.where((only_a & only_b)[..., None], 0, out), lse",
+        "return out, lse",
+        "empty_part_in_a_merge",
+    ),
+    oracle(
+        "moves.append((to, cache[from_].clone()))",
+        "moves.append((to, cache[from_]))",
+        "slot_is_not_position_after_second_sibling",
+        tests="test_cache.py::test_compaction_reads_every_source_before_it_writes",
+    ),
+    oracle(
+        "positions[r, slot] = prefix_lens[r] + len(walk) - 1",
+        "positions[r, slot] = prefix_lens.max() + len(walk) - 1",
+        "ragged_batch_has_its_own_positions",
+    ),
+]
+
+CHOOSING_MUTANTS = [
+    Mutant(
+        "csrc/cpu/rows.h",
+        "(a.value == b.value && a.id < b.id)",
+        "(a.value == b.value && a.id > b.id)",
+        "ties_take_the_lowest_index",
+        objects="expand",
+        quick=True,
+    ),
+    Mutant(
+        EXPAND,
+        "(scores[a] == scores[b] && a < b)",
+        "(scores[a] == scores[b] && a > b)",
+        "ties_take_the_lowest_index",
+        objects="expand",
+    ),
+    Mutant(
+        "csrc/cpu/rows.cpp",
+        "return bits_float(magnitude > 0x7f800000u ? 0xff800000u : finite);",
+        "return bits_float(finite);",
+        "nan_draft_scores",
+        objects="rows",
+    ),
+    Mutant(
+        "csrc/cpu/rows.cpp",
+        "const uint32_t finite = bits == 0x7f800000u ? 0x7f7fffffu : bits;",
+        "const uint32_t finite = bits;",
+        "nan_draft_scores",
+        objects="rows",
+    ),
+    Mutant(
+        EXPAND,
+        "if (!(beam_score > -INFINITY)) return;",
+        "if (beam_score == -INFINITY) return;",
+        "nan_draft_scores",
+        objects="expand",
+    ),
+    Mutant(
+        EXPAND,
+        "((candidate.value - peak) - log_total) + beam_score",
+        "(candidate.value - peak) - log_total",
+        "log_probabilities_are_added",
+        objects="expand",
+        quick=True,
+    ),
+    tree(
+        "s.effective[0][i] = known && score == score ? score : minus_infinity();",
+        "s.effective[0][i] = known ? score : minus_infinity();",
+        "nan_draft_scores",
+    ),
+    tree(
+        "const bool known = parent >= -1 && parent < i;",
+        "const bool known = parent >= -1 && parent <= i;",
+        "nan_draft_scores",
+        hangs=True,
+    ),
+    tree(
+        "const bool known = parent >= -1 && parent < i;",
+        "const bool known = parent >= -1;",
+        "parent_lookup_past_its_row nan_draft_scores",
+        hangs=True,
+    ),
+    tree(
+        "effective = above < effective ? above : effective;",
+        "effective = above > effective ? above : effective;",
+        "child_without_its_parent",
+        quick=True,
+    ),
+    tree(
+        "effective = above < effective ? above : effective;",
+        "effective = above < 0.5f * effective ? above : effective;",
+        "child_without_its_parent",
+    ),
+    tree(
+        "(0xffffffffu - static_cast<uint32_t>(candidate))",
+        "static_cast<uint32_t>(candidate)",
+        "ties_take_the_lowest_index child_without_its_parent",
+    ),
+    tree(
+        "value == 0.0f ? 0.0f : value",
+        "value",
+        "ties_take_the_lowest_index",
+        tests="test_flatten.py::test_both_zeros_tie",
+    ),
+    tree(
+        "(slots + kWordBits - 1) / kWordBits",
+        "(slots + kWordBits - 2) / kWordBits",
+        "word_boundaries_of_packed_masks",
+    ),
+    tree(
+        "parent = from < 0 ? 0 : 1 + find_key(kept, keep, above);",
+        "parent = from < 0 ? 0 : find_key(kept, keep, above);",
+        "child_without_its_parent degenerate_trees",
+    ),
+    tree(
+        "if (parent < 0 || parent >= n || depth + 1 >= n) return -1;",
+        "if (parent < 0 || parent >= n) return -1;",
+        "nan_draft_scores",
+        hangs=True,
+    ),
+    tree(
+        "if (parent < 0 || parent >= n || depth + 1 >= n) return -1;",
+        "if (parent < 0 || parent >= n || depth + 2 >= n) return -1;",
+        "degenerate_trees word_boundaries_of_packed_masks",
+        tests="test_flatten.py::test_parents_in_any_slot_order",
+    ),
+    tree(
+        "if (parent < 0 || parent >= n || depth + 1 >= n) return -1;",
+        "if (parent < 0 || parent > n || depth + 1 >= n) return -1;",
+        "parent_lookup_past_its_row",
+    ),
+    tree(
+        "if (parent >= 0 && parent < n) is_inner[parent] = 1;",
+        "if (parent >= 0 && parent < capacity) is_inner[parent] = 0;",
+        "nan_draft_scores",
+        tests="test_flatten.py::test_leaf_paths_of_a_small_tree",
+    ),
+    tree(
+        "for (int32_t i = 0; i < capacity; ++i) is_inner[i] = 0;",
+        "",
+        "nan_draft_scores",
+        tests="test_tree_core.py::test_leaf_paths_stay_inside_their_rows",
+    ),
+    tree(
+        "{ return tree.depths[slot] > 0; }",
+        "{ return tree.depths[slot] != 0; }",
+        "nan_draft_scores",
+    ),
+    tree(
+        "next_sibling[i] = first_child[tree.parents[i]];",
+        "next_sibling[i] = -1;",
+        "word_boundaries_of_packed_masks degenerate_trees",
+    ),
+    tree(
+        "return level <= 0 ? 0 : top_k + (level - 1) * top_k * top_k;",
+        "return level <= 0 ? 0 : level * top_k * top_k;",
+        "parent_lookup_past_its_row degenerate_trees",
+        objects="expand",
+    ),
+    tree(
+        "const bool known = beam[j] >= 0 && beam[j] < candidates;",
+        "const bool known = beam[j] >= 0 && beam[j] <= candidates;",
+        "parent_lookup_past_its_row",
+        objects="expand",
+    ),
+    tree(
+        "const bool own = w == slot / kWordBits;",
+        "const bool own = w == 0;",
+        "word_boundaries_of_packed_masks",
+        objects="expand",
+    ),
+    tree(
+        "return effective > minus_infinity() && depth <= depth_limit;",
+        "return depth <= depth_limit;",
+        "nan_draft_scores",
+    ),
+    oracle(
+        "scores = torch.where(dead | scores.isnan(), NEG_INF, scores)",
+        "scores = torch.where(dead, NEG_INF, scores)",
+        "nan_draft_scores",
+    ),
+    oracle(
+        "torch.sort(x, dim=-1, descending=True, stable=True))",
+        "torch.sort(x.flip(-1), dim=-1, descending=True, stable=True))",
+        "ties_take_the_lowest_index",
+    ),
+    oracle(
+        "x = logits if logits.dtype == torch.float64 else logits.float()",
+        "return logits if logits.dtype == torch.float64 else logits.float()",
+        "nan_draft_scores",
+    ),
+    oracle(
+        "effective.append(min(score, effective[up[c]]))",
+        "effective.append(score)",
+        "child_without_its_parent",
+    ),
+    oracle(
+        "best = sorted(alive, key=lambda c: (-effective[c], c))",
+        "best = sorted(alive, key=lambda c: -effective[c], reverse=False)[::-1]",
+        "ties_take_the_lowest_index",
+    ),
+    oracle(
+        "            elif 0 <= up[c] < c:",
+        "            elif 0 <= up[c] < len(effective) + 1:",
+        "nan_draft_scores",
+    ),
+    oracle(
+        "scores = ((top - peak) - log_sum + beam_scores[..., None]).float()",
+        "scores = ((top - peak - log_sum).exp() * beam_scores[..., None].exp()).log().float()",
+        "log_probabilities_are_added",
+    ),
+    oracle(
+        "while 0 <= slot < count and len(walk) < count:",
+        "while 0 <= slot < count:",
+        "nan_draft_scores",
+        hangs=True,
+    ),
+    oracle(
+        "return 0 if level == 0 else top_k + (level - 1) * top_k * top_k",
+        "return level * top_k * top_k",
+        "parent_lookup_past_its_row",
+    ),
+    oracle(
+        "known = 0 <= entry < start - first",
+        "known = 0 <= entry",
+        "parent_lookup_past_its_row",
+    ),
+    oracle(
+        "return (1 << position) - (1 << 64 if position == 63 else 0)",
+        "return (1 << position) if position < 63 else 0",
+        "word_boundaries_of_packed_masks",
+    ),
+    Mutant(
+        DRAFT,
+        "count = top_k + (max_depth - 1) * top_k**2",
+        "count = max_depth * top_k**2",
+        "degenerate_trees",
+        tests="test_seed.py::test_the_kept_nodes_are_the_most_probable",
+    ),
+    Mutant(
+        "triton_kernels/cache.py",
+        "row = (tl.program_id(0) % num_rows).to(tl.int64)",
+        "row = tl.program_id(0) % num_rows",
+        "green_interpreter_is_not_a_green_gpu",
+        quick=True,
+    ),
+    Mutant(
+        "triton_kernels/cache.py",
+        "slot = tl.load(prefix_lens + request).to(tl.int64) + row",
+        "slot = tl.load(prefix_lens + request) + row",
+        "green_interpreter_is_not_a_green_gpu",
+        quick=True,
+    ),
+    Mutant(
+        "triton_kernels/cache.py",
+        "stored = (row < count) & (slot >= 0)",
+        "stored = (row <= count) & (slot >= 0)",
+        "poison_in_an_invisible_slot",
+        tests="test_triton.py",
+        needs="triton",
+    ),
+    Mutant(
+        "triton_kernels/cache.py",
+        "target_v = v_cache + page * vc_page + slot * vc_slot + head * vc_head + column",
+        "target_v = v_cache + page * kc_page + slot * kc_slot + head * DV + column",
+        "strided_kv_views",
+        tests="test_triton.py",
+        needs="triton",
+    ),
+]
+
+VERIFICATION_MUTANTS = [
+    tree(
+        "return cumulative > threshold;",
+        "return cumulative >= threshold;",
+        "coins_at_zero_and_one",
+        objects="verify",
+        quick=True,
+    ),
+    tree(
+        "if (!(p > 0) || is_carried(",
+        "if (is_carried(",
+        "coins_at_zero_and_one",
+        objects="verify",
+    ),
+    tree(
+        "cumulative += p;",
+        "cumulative = p;",
+        "coins_at_zero_and_one children_are_top_k_not_sampled",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "const double threshold = coin * sum;",
+        "const double threshold = coin;",
+        "children_are_top_k_not_sampled residual_mass_zero",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (!(sum > 0)) return -1;",
+        "if (!(sum > 0)) return vocab() - 1;",
+        "residual_mass_zero",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "while (!(row[last] > 0)) --last;",
+        "",
+        "coins_at_zero_and_one",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (!(row[v] > 0)) continue;",
+        "",
+        "coins_at_zero_and_one",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (token >= 0 && token < vocab()) row[token] = 0;",
+        "if (token < 0) row[0] = 0;",
+        "children_are_top_k_not_sampled",
+        objects="verify",
+    ),
+    oracle(
+        "if cumulative > float(coins[r, node]):",
+        "if cumulative >= float(coins[r, node]):",
+        "coins_at_zero_and_one",
+    ),
+    oracle(
+        "                    rest[token] = 0\n",
+        "",
+        "coins_at_zero_and_one residual_mass_zero",
+    ),
+    oracle(
+        "above = possible & (cumulative > coin * cumulative[-1])",
+        "above = cumulative >= coin * cumulative[-1]",
+        "coins_at_zero_and_one",
+    ),
+    tree(
+        "const uint32_t bits = float_bits(scaled), largest = 0x3f7fffffu;",
+        "const uint32_t bits = float_bits(scaled), largest = 0x3f800000u;",
+        "residual_mass_zero",
+        objects="rows",
+        tests="test_verify.py::test_golden_words_and_noise_of_the_oracle"
+        " test_tree_core.py::test_golden_words_and_noise_of_the_core",
+    ),
+    tree(
+        "uint32_t c0 = static_cast<uint32_t>(position),",
+        "uint32_t c0 = 0,",
+        "draft_and_verification_noise_apart",
+        objects="rows",
+    ),
+    tree(
+        "uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);",
+        "uint32_t key0 = static_cast<uint32_t>(seed), key1 = 0;",
+        "draft_and_verification_noise_apart",
+        objects="rows",
+    ),
+    tree(
+        "place < slots && child >= 0",
+        "place < 1 && child >= 0",
+        "children_are_top_k_not_sampled slot_is_not_position_after_second_sibling",
+        objects="verify",
+        quick=True,
+    ),
+    tree(
+        "place < slots && child >= 0",
+        "child >= 0",
+        "nan_draft_scores",
+        objects="verify",
+        hangs=True,
+    ),
+    tree(
+        "child < slots; ++place",
+        "child <= slots; ++place",
+        "nan_draft_scores",
+        objects="verify",
+    ),
+    tree(
+        "    token = target(slot);\n    accept_index",
+        "    token = draft_tokens[slot];\n    accept_index",
+        "children_are_top_k_not_sampled draft_and_verification_noise_apart",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "static_cast<uint64_t>(positions_.row(b)[n])};",
+        "static_cast<uint64_t>(positions_.row(b)[0])};",
+        "children_are_top_k_not_sampled",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "const Noise noise{static_cast<uint64_t>(seeds_[b]),",
+        "const Noise noise{static_cast<uint64_t>(seeds_[0]),",
+        "children_are_top_k_not_sampled",
+        objects="verify",
+        quick=True,
+    ),
+    Mutant(
+        VERIFY,
+        "if (best.id < 0) return lowest_allowed(b, n);",
+        "if (best.id < 0) return vocab();",
+        "nan_target_row",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (!allowed_) return 0;",
+        "return 0;",
+        "nan_target_row",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "return allowed_->row(b) + n * allowed_->size(2);",
+        "return allowed_->row(b);",
+        "nan_target_row",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (allowed_) clear_banned(allowed_row(b, n), first, count, chunk);",
+        "if (allowed_ && n == 0) clear_banned(allowed_row(b, n), first, count, chunk);",
+        "filters_at_every_node",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (f.top_p < 1) cut_top_p(kept, best.value, temperature, f.top_p);",
+        "if (false) cut_top_p(kept, best.value, temperature, f.top_p);",
+        "filters_at_every_node",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "(kept == 0 || sum < top_p * total)",
+        "(kept == 0 || sum <= top_p * total)",
+        "filters_at_every_node",
+        tests="test_verify.py::test_top_p_counts_the_mass_that_top_k_left"
+        " test_verify.py::test_top_p_takes_a_candidate_only_while_the_mass_before_it_is_below_p",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "(kept == 0 || sum < top_p * total)",
+        "(kept == 0 || sum < top_p)",
+        "filters_at_every_node",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (!kept.empty() && !(sum < limit)) break;",
+        "if (!kept.empty() && sum > limit) break;",
+        "filters_at_every_node",
+        tests="test_verify.py::test_top_p_takes_a_candidate_only_while_the_mass_before_it_is_below_p",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "if (min_p > 0 && r.id != best.id && !passes_min_p(scaled, min_p)) continue;",
+        "",
+        "filters_at_every_node",
+        tests="test_verify.py::test_sampling_equals_the_oracle",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "return mass >= static_cast<T>(min_p);",
+        "return mass > static_cast<T>(min_p);",
+        "filters_at_every_node",
+        tests="test_verify.py::test_min_p_keeps_what_just_reaches_it",
+        objects="verify",
+    ),
+    Mutant(
+        VERIFY,
+        "(!counts || (*counts)[b] > 0)",
+        "(!counts || (*counts)[b] >= 0)",
+        "eos_inside_the_accepted_path",
+        tests="test_verify.py::test_inactive_requests_are_marked",
+        objects="verify",
+    ),
+    Mutant(
+        "csrc/cpu/rows.cpp",
+        "out[i] = bits_float(float_bits(x[i]) == 0xff800000u ? 0xff800000u : bits);",
+        "out[i] = bits_float(bits);",
+        "residual_mass_zero",
+        tests="test_verify.py::test_extreme_temperatures",
+        objects="rows",
+    ),
+    oracle(
+        "v = ((words.double() + 0.5) * 2.0**-32).float().clamp(max=1.0 - 2.0**-24)",
+        "v = ((words.double() + 0.5) * 2.0**-32).float()",
+        "residual_mass_zero",
+        tests="test_verify.py::test_golden_words_and_noise_of_the_oracle",
+    ),
+    oracle(
+        "return 0 if allowed is None or not bool(allowed.any()) else int(allowed.int().argmax())",
+        "return len(x)",
+        "nan_target_row",
+    ),
+    oracle(
+        "x = torch.where(allowed, x, NEG_INF)",
+        "x = torch.where(allowed, x, torch.finfo(x.dtype).min)",
+        "nan_target_row",
+    ),
+    oracle(
+        "mass = torch.where(keep, _exp(torch.where(keep, scaled, 0)), 0)",
+        "mass = _exp(scaled)",
+        "filters_at_every_node",
+    ),
+    oracle(
+        "keep &= counted.cumsum(0) - counted < top_p * counted.sum()",
+        "keep &= counted.cumsum(0) - counted < top_p",
+        "filters_at_every_node",
+    ),
+    oracle(
+        "noise = gumbel_noise(seed, position, len(x)).to(x.dtype)",
+        "noise = gumbel_noise(seed, 0, len(x)).to(x.dtype)",
+        "filters_at_every_node",
+    ),
+    oracle(
+        "perturbed = torch.where(keep, scaled + noise[order], NEG_INF)",
+        "perturbed = torch.where(keep, scaled + noise, NEG_INF)",
+        "filters_at_every_node",
+    ),
+    oracle(
+        "scaled = (ranked - ranked[0]) / divisor",
+        "scaled = ranked - ranked[0]",
+        "filters_at_every_node",
+    ),
+    Mutant(
+        DECODE,
+        '("vocab_size", target.vocab_size, head.config.vocab_size),',
+        "",
+        "vocabularies_that_differ",
+        quick=True,
+    ),
+    Mutant(
+        EXPAND,
+        "args.draft_to_target->row(0)[candidate.id] : candidate.id",
+        "candidate.id : candidate.id",
+        "vocabularies_that_differ",
+        objects="expand",
+    ),
+    oracle(
+        "            for slot in walk[:-1]:",
+        "            for slot in range(1, count):",
+        "filters_at_every_node",
+    ),
+    oracle(
+        "            for slot in walk[:-1]:",
+        "            for slot in walk:",
+        "filters_at_every_node",
+    ),
+    Mutant(
+        LOGITS,
+        "    at = parents[at];",
+        "    at = at > 1 ? at - 1 : 0;",
+        "filters_at_every_node",
+        objects="logits",
+    ),
+    Mutant(
+        LOGITS,
+        "y = y > 0 ? y / repetition : y * repetition;",
+        "y = y / repetition;",
+        "filters_at_every_node",
+        objects="logits",
+    ),
+    Mutant(
+        LOGITS,
+        "if (x == -INFINITY || t.bias == -INFINITY) return -INFINITY;",
+        "",
+        "filters_at_every_node",
+        objects="logits",
+    ),
+    Mutant(
+        DECODE,
+        "processed = _process(logits, state.processors, tree)",
+        "processed = logits",
+        "filters_at_every_node",
+        quick=True,
+    ),
+    Mutant(
+        DECODE,
+        "_count(state.processors, emitted)",
+        "_count(state.processors, emitted[:, :1])",
+        "filters_at_every_node",
+        quick=True,
+    ),
+    Mutant(
+        DECODE,
+        "            tree.num_nodes,\n            **state.filters,",
+        "            tree.num_nodes,",
+        "filters_at_every_node",
+        tests="test_decode.py::test_sampled_equals_plain_with_the_same_seed[filtered-8n4k1d]",
+        quick=True,
+    ),
+]
+
+LOOP_MUTANTS = [
+    Mutant(
+        REQUESTS,
+        "            if self.finish_reason:\n                break",
+        "",
+        "eos_inside_the_accepted_path stop_before_the_cap",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "if self.finish_reason or not tokens:",
+        "if not tokens:",
+        "eos_inside_the_accepted_path",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "self.finish_reason = self._ending(token)",
+        "self.finish_reason = self._ending(tokens[-1])",
+        "eos_inside_the_accepted_path stop_before_the_cap",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "        if token in self.eos:\n"
+        '            reason = "eos"\n'
+        "        elif len(self.tokens) >= self.wanted:\n"
+        '            reason = "positions" if self.short else "length"\n',
+        "        if len(self.tokens) >= self.wanted:\n"
+        '            reason = "positions" if self.short else "length"\n'
+        "        elif token in self.eos:\n"
+        '            reason = "eos"\n',
+        "stop_before_the_cap",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "elif len(self.tokens) >= self.wanted:",
+        "elif len(self.tokens) > self.wanted:",
+        "exact_number_of_tokens",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "self.histogram[len(kept) - 1] += 1",
+        "self.histogram[-1] += 1",
+        "accept_length_counts_emitted_tokens",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "        kept = self.tokens[before:]\n        if forward:",
+        "        kept = tokens\n        if forward:",
+        "accept_length_counts_emitted_tokens",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "emitted = sum((i + 1) * n for i, n in enumerate(total))",
+        "emitted = sum(i * n for i, n in enumerate(total))",
+        "accept_length_counts_emitted_tokens",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "room = min(room, max_positions - len(prompt))",
+        "room = min(room, max_positions - len(prompt) + 1)",
+        "end_of_the_position_table",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "[max_nodes, r.wanted - len(r.tokens) - 1]",
+        "[max_nodes, max_nodes]",
+        "end_of_the_position_table",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "[max_nodes, r.wanted - len(r.tokens) - 1]",
+        "[max_nodes, r.wanted - len(r.tokens)]",
+        "end_of_the_position_table",
+        quick=True,
+    ),
+    Mutant(
+        REQUESTS,
+        "return [(first + i + 2**63) % 2**64 - 2**63 for i in range(count)]",
+        "return [(first + 2**63) % 2**64 - 2**63 for i in range(count)]",
+        "draft_and_verification_noise_apart",
+        tests="test_decode.py::test_a_batch_equals_single_runs",
+    ),
+    Mutant(
+        DECODE,
+        "kept = batch.take([[t for t in row if t >= 0] for row in emitted.tolist()])",
+        "kept = batch.take([[t for t in row[:-1] if t >= 0] for row in emitted.tolist()])",
+        "exact_number_of_tokens",
+        quick=True,
+    ),
+    Mutant(
+        DECODE,
+        "state.prefix_lens = state.prefix_lens + taken",
+        "state.prefix_lens = state.prefix_lens + accept_length",
+        "slot_is_not_position_after_second_sibling",
+        quick=True,
+    ),
+    Mutant(
+        DECODE,
+        "compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)",
+        "",
+        "slot_is_not_position_after_second_sibling",
+        quick=True,
+    ),
+    Mutant(
+        DECODE,
+        "compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)",
+        "compact_kv(state.cache.tensors[:2], accept_index, accept_length, state.prefix_lens)",
+        "slot_is_not_position_after_second_sibling",
+    ),
+    Mutant(
+        DECODE,
+        "            tree_mask=tree.tree_mask,\n            depths=tree.depths,\n"
+        "            lengths=tree.num_nodes,",
+        "            lengths=tree.num_nodes,",
+        "two_branches_under_the_diagonal slot_is_not_position_after_second_sibling",
+    ),
+    Mutant(
+        DECODE,
+        "            logits = take_rows(logits, path)\n",
+        "            pass\n",
+        "eos_inside_the_accepted_path",
+        tests="test_decode.py::test_kept_logits_are_those_behind_the_tokens",
+    ),
+    Mutant(
+        DECODE,
+        "request.logits.append(logits[i, :count].clone())",
+        "request.logits.append(logits[i].clone())",
+        "eos_inside_the_accepted_path",
+        quick=True,
+    ),
+    Mutant(
+        DECODE,
+        "        before = state.prefix_lens - lengths\n        hidden = refeed",
+        "        before = state.prefix_lens - 1\n        hidden = refeed",
+        "slot_is_not_position_after_second_sibling",
+        tests="test_decode.py::test_draft_levels_equal_a_naive_recomputation[16n3k4d]",
+    ),
+    Mutant(
+        TARGET,
+        "input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call",
+        "input_ids=token_ids, position_ids=position_ids, use_cache=True, eagle2=call",
+        "transformers_caches_are_not_touched",
+        quick=True,
+    ),
+    Mutant(
+        TARGET,
+        "        window=layer.window,\n        sinks=s_aux,",
+        "        window=None,\n        sinks=s_aux,",
+        "transformers_caches_are_not_touched",
+        quick=True,
+    ),
+    Mutant(
+        DRAFT,
+        "q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])",
+        "q, k, v = head.project_qkv(x, (prefix_lens + level + 1)[:, None])",
+        "slot_is_not_position_after_second_sibling",
+        tests="test_decode.py::test_draft_levels_equal_a_naive_recomputation[16n3k4d]",
+    ),
+    Mutant(
+        DRAFT,
+        "write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)",
+        "write_kv(cache.k, cache.v, k, v, prefix_lens + level)",
+        "slot_is_not_position_after_second_sibling",
+        tests="test_decode.py::test_draft_levels_equal_a_naive_recomputation[16n3k4d]",
+    ),
+    Mutant(
+        "eagle2_kernels/compare.py",
+        "return self.margin <= 2 * self.logit_error",
+        "return self.margin < self.logit_error",
+        "ties_in_low_precision",
+        tests="test_cli.py::test_a_difference_is_judged_by_its_margin",
+        quick=True,
+    ),
+    oracle(
+        "return int((x == x.max()).int().argmax())",
+        "return len(x) - 1 - int((x == x.max()).flip(0).int().argmax())",
+        "ties_take_the_lowest_index",
+    ),
+]
+
+MUTANTS = ATTENTION_MUTANTS + CHOOSING_MUTANTS + VERIFICATION_MUTANTS + LOOP_MUTANTS
