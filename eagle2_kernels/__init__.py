@@ -15,7 +15,7 @@ from ._version import __version__
 from .tree import DraftTree
 
 if TYPE_CHECKING:
-    from .attention import merge_attention_states, tree_attention
+    from .attention import merge_attention_states, tree_attention, tree_attention_varlen
     from .cache import compact_kv, write_kv
     from .candidates import (
         Candidates,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "tree_attention": "attention",
+    "tree_attention_varlen": "attention",
     "merge_attention_states": "attention",
     "compact_kv": "cache",
     "write_kv": "cache",
@@ -120,6 +121,7 @@ __all__ = [
     "sample_tokens",
     "token_logprobs",
     "tree_attention",
+    "tree_attention_varlen",
     "unpack_tree_mask",
     "verify_tree",
     "verify_tree_coins",

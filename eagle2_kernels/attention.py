@@ -6,6 +6,7 @@ stored the tree's keys behind the prefix and before `verify` walks the tree.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ _attend = torch.ops.eagle2_kernels.tree_attention_out.default
 _merge = torch.ops.eagle2_kernels.merge_attention_states.default
 _merge_out = torch.ops.eagle2_kernels.merge_attention_states_out.default
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT8 = torch.float8_e4m3fn
 
 
 def tree_attention(
@@ -67,9 +68,11 @@ def tree_attention(
 
     Args:
         q: [B, N, Hq, D] float64, float32, float16 or bfloat16; last dimension contiguous.
-        k_cache: dense [B, S, Hkv, D], or paged [pages, page_size, Hkv, D], in q's dtype; any
-            strides with a contiguous last dimension (an HND cache is a transposed view).
-        v_cache: as ``k_cache``.
+        k_cache: dense [B, S, Hkv, D], or paged [pages, page_size, Hkv, D], in q's dtype or in
+            float8_e4m3fn (q not float64); any strides with a contiguous last dimension (an HND
+            cache is a transposed view).
+        v_cache: [..., Dv] beside ``k_cache``, in its dtype. Dv may differ from D and V may be a
+            view into K's storage, as in multi-head latent attention (D = 576, Dv = 512).
         prefix_lens: int32 [B], tokens in the cache before the tree. Only ``validate`` reports a
             value outside the cache; else it is clipped, and nothing outside the cache is read.
         tree_mask: int64 [B, N, ceil(tree_len / 64)], bit j of row i (bit j % 64 of word j // 64)
@@ -77,7 +80,7 @@ def tree_attention(
             the slots (prefill in chunks, plain decoding).
         tree_len: tree slots whose keys are in the cache (default N); the queries are the last N of
             them. 0: prefix only, for any N.
-        qo_indptr: flat ragged queries; not supported yet.
+        qo_indptr: flat ragged queries, see `tree_attention_varlen`.
         max_q: goes with ``qo_indptr``.
         page_table: int32 [B, max_pages]; entry p holds cache slots p * page_size and following.
         depths: int32 [B, tree_len], depth of each tree slot; needed with ``window`` and a mask.
@@ -88,58 +91,62 @@ def tree_attention(
         window: keep keys with position(query) - position(key) < window, where a tree slot's
             position is prefix_lens + its depth.
         sinks: float [Hq], one extra logit per head, in the denominator only.
-        k_scale: scale of a float8 key cache; not supported yet.
-        v_scale: scale of a float8 value cache; not supported yet.
+        k_scale: float32 tensor of one element that float8 keys are multiplied by, in float32, as
+            they are read (default 1).
+        v_scale: the same for float8 values.
         kv_chunk: keys per chunk of the online softmax; the default depends on D alone. Results of
             different chunk sizes may differ in the last bits.
         return_lse: also return the log-sum-exp of each row's logits, float32 [B, N, Hq]: natural
             logarithm, after scale and softcap, sink included.
-        out: [B, N, Hq, D] to write instead of a new tensor.
+        out: [B, N, Hq, Dv] to write instead of a new tensor.
         lse: float32 [B, N, Hq] to write.
-        validate: check the values in ``prefix_lens``, ``page_table`` and ``tree_mask`` first
-            (always with ``EAGLE2_VALIDATE=1``).
+        validate: check the values in the tensors first: lengths, page ids, mask bits, depths,
+            scales (always with ``EAGLE2_VALIDATE=1``).
 
     Returns:
-        out, or (out, lse) with ``return_lse``.
+        out [B, N, Hq, Dv], or (out, lse) with ``return_lse``.
 
     Raises:
-        ValueError: a shape or a host value is wrong, or an argument requires grad in grad mode.
+        ValueError: a shape or a value is wrong, or an argument requires grad in grad mode.
         TypeError: a dtype is wrong.
-        NotImplementedError: the argument is planned and has no kernel yet.
 
     Source: EAGLE-2 (arXiv 2406.16858) for the tree, FlashAttention (arXiv 2205.14135) and
     Flash-Decoding for the chunked softmax, StreamingLLM (arXiv 2309.17453) for sinks.
     """
-    if qo_indptr is not None or max_q is not None:
-        raise NotImplementedError("qo_indptr, max_q: flat ragged queries have no kernel yet")
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("k_scale, v_scale: float8 caches have no kernel yet")
     if torch.is_grad_enabled():
         _checks.refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, out=out)
+    given = (
+        q,
+        k_cache,
+        v_cache,
+        prefix_lens,
+        tree_mask,
+        tree_len,
+        qo_indptr,
+        max_q,
+        page_table,
+        depths,
+        max_prefix_len,
+        sm_scale,
+        softcap,
+        window,
+        sinks,
+        k_scale,
+        v_scale,
+        kv_chunk,
+        out,
+        lse,
+    )
     if validate or _checks.VALIDATE:
-        _check(
-            q,
-            k_cache,
-            v_cache,
-            prefix_lens,
-            tree_mask,
-            tree_len,
-            page_table,
-            depths,
-            max_prefix_len,
-            sm_scale,
-            softcap,
-            window,
-            sinks,
-            kv_chunk,
-            out,
-            lse,
-            values=True,
-        )
+        _check(*given, values=True)
     # PyTorch's parser takes a quarter of a microsecond per keyword: pass only what was given.
     options: dict[str, Any] = {}
     if tree_len is not None:
         options["tree_len"] = tree_len
+    if qo_indptr is not None:
+        options["qo_indptr"] = qo_indptr
+    if max_q is not None:
+        options["max_q"] = max_q
     if page_table is not None:
         options["page_table"] = page_table
     if depths is not None:
@@ -154,41 +161,135 @@ def tree_attention(
         options["window"] = window
     if sinks is not None:
         options["sinks"] = sinks
+    if k_scale is not None:
+        options["k_scale"] = k_scale
+    if v_scale is not None:
+        options["v_scale"] = v_scale
     if kv_chunk is not None:
         options["kv_chunk"] = kv_chunk
     result = out
     try:
         if result is None:
-            result = torch.empty_like(q, memory_format=torch.contiguous_format)
+            if v_cache.shape[-1] == q.shape[-1]:  # half the price of new_empty
+                result = torch.empty_like(q, memory_format=torch.contiguous_format)
+            else:
+                result = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
         if return_lse and lse is None:
-            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         if lse is not None:
             options["lse"] = lse
         _attend(q, k_cache, v_cache, prefix_lens, tree_mask, out=result, **options)
     except (RuntimeError, TypeError, ValueError, AttributeError):
-        _check(
-            q,
-            k_cache,
-            v_cache,
-            prefix_lens,
-            tree_mask,
-            tree_len,
-            page_table,
-            depths,
-            max_prefix_len,
-            sm_scale,
-            softcap,
-            window,
-            sinks,
-            kv_chunk,
-            out,
-            lse,
-            values=False,
-        )
+        _check(*given, values=False)
         raise
     if return_lse and lse is not None:
         return result, lse
     return result
+
+
+def tree_attention_varlen(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    qo_indptr: Tensor,
+    tree_mask: Tensor | None = None,
+    *,
+    max_q: int | None = None,
+    tree_len: int | None = None,
+    page_table: Tensor | None = None,
+    depths: Tensor | None = None,
+    max_prefix_len: int | None = None,
+    sm_scale: float | None = None,
+    softcap: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_chunk: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tree_attention` of requests with different numbers of rows, their rows one after another.
+
+    ::
+
+        qo_indptr = [0, 3, 3, 5], total = 6
+
+        row of q, tree_mask, out, lse   0 1 2 | 3 4 | 5
+        request                         0     | 2   | none: padding, 0 and -inf
+        its tree slots                  0 1 2 | 0 1 |
+
+    Request b has n = qo_indptr[b + 1] - qo_indptr[b] rows. They are the last n of its tree slots,
+    and a request has n slots unless ``tree_len`` says otherwise for all. Bit j of a mask row is
+    tree slot j of the row's own request: engines whose masks cover the prefix too (the
+    ``custom_mask`` of FlashInfer and SGLang) pack its columns from prefix_lens[b] on. Every row has
+    the bits that `tree_attention` gives it. Rows behind qo_indptr[B] belong to no request and see
+    nothing (graphs of a fixed size pad so).
+
+    Args:
+        q: [total, Hq, D], dtypes as in `tree_attention`.
+        k_cache: as in `tree_attention`: dense with one row per request, or paged.
+        v_cache: as in `tree_attention`.
+        prefix_lens: int32 [B].
+        qo_indptr: int32 [B + 1], from 0, ascending, at most total.
+        tree_mask: int64 [total, ceil(M / 64)] where M is ``tree_len``, else ``max_q``. None is a
+            causal chain over each request's slots (prefill of a ragged batch).
+        max_q: a bound on n known on the host (default: total). It sizes launches and the mask's
+            rows and never changes the result.
+        tree_len: tree slots of every request, at least its rows (0: prefix only).
+        page_table: int32 [B, max_pages].
+        depths: int32 [total], the depth of each row's slot; with ``tree_len`` int32 [B, tree_len].
+        max_prefix_len: as in `tree_attention`, like all that follow.
+        sm_scale: scale of the logits.
+        softcap: 0 is off.
+        window: keys kept, by position.
+        sinks: float [Hq].
+        k_scale: of float8 keys.
+        v_scale: of float8 values.
+        kv_chunk: keys per chunk.
+        return_lse: also return the log-sum-exp, float32 [total, Hq].
+        out: [total, Hq, Dv] to write instead of a new tensor.
+        lse: float32 [total, Hq] to write.
+        validate: check the values in the tensors first (always with ``EAGLE2_VALIDATE=1``).
+
+    Returns:
+        out [total, Hq, Dv], or (out, lse) with ``return_lse``.
+
+    Raises:
+        ValueError: a shape or a value is wrong, or an argument requires grad in grad mode.
+        TypeError: a dtype is wrong.
+
+    Source: the ``cu_seqlens`` of flash-attention and the ``qo_indptr`` of FlashInfer.
+    """
+    if qo_indptr is None:
+        raise TypeError("qo_indptr: expected an int32 tensor [B + 1], got None")
+    return tree_attention(
+        q,
+        k_cache,
+        v_cache,
+        prefix_lens,
+        tree_mask,
+        tree_len=tree_len,
+        qo_indptr=qo_indptr,
+        max_q=max_q,
+        page_table=page_table,
+        depths=depths,
+        max_prefix_len=max_prefix_len,
+        sm_scale=sm_scale,
+        softcap=softcap,
+        window=window,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_chunk=kv_chunk,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
+        validate=validate,
+    )
 
 
 def _contiguous_last(**tensors: Tensor | None) -> None:
@@ -206,6 +307,8 @@ def _check(
     prefix_lens: Tensor,
     tree_mask: Tensor | None,
     tree_len: int | None,
+    qo_indptr: Tensor | None,
+    max_q: int | None,
     page_table: Tensor | None,
     depths: Tensor | None,
     max_prefix_len: int | None,
@@ -213,6 +316,8 @@ def _check(
     softcap: float,
     window: int | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     kv_chunk: int | None,
     out: Tensor | None,
     lse: Tensor | None,
@@ -220,52 +325,62 @@ def _check(
     values: bool,
 ) -> None:
     """Name the first argument that is wrong; ``values`` also reads the device tensors."""
-    _checks.tensor("q", q, _checks.FLOATS, (None,) * 4, "[B, N, Hq, D]")
-    b, n, hq, d = q.shape
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if isinstance(cache, Tensor) and cache.dtype in _FLOAT8:
-            raise NotImplementedError(f"{name}: float8 caches have no kernel yet")
-    paged = page_table is not None
-    rows, layout = (None, "[pages, page_size, Hkv, D]") if paged else (b, "[B, S, Hkv, D]")
-    _checks.tensor("k_cache", k_cache, q.dtype, (rows, None, None, d), layout)
-    hkv = k_cache.shape[2]
-    if isinstance(v_cache, Tensor) and v_cache.dim() == 4 and v_cache.shape[3] != d:
-        raise NotImplementedError(
-            f"v_cache: a head dim ({v_cache.shape[3]}) other than K's ({d}) has no kernel yet"
-        )
-    _checks.tensor("v_cache", v_cache, q.dtype, tuple(k_cache.shape), layout)
+    ragged = qo_indptr is not None
+    lead = "total" if ragged else "B, N"
+    _checks.tensor("q", q, _checks.FLOATS, (None,) * (3 if ragged else 4), f"[{lead}, Hq, D]")
+    hq = q.shape[-2]
+    b, n = (0, q.shape[0]) if ragged else q.shape[:2]
+    if max_q is not None:
+        if not ragged:
+            raise ValueError(f"qo_indptr: expected a tensor beside max_q = {max_q}, got None")
+        _checks.integer("max_q", max_q, 0)
+    if qo_indptr is not None:
+        _checks.tensor("qo_indptr", qo_indptr, torch.int32, (None,), "[B + 1]")
+        if qo_indptr.shape[0] < 1:
+            raise ValueError("qo_indptr: expected shape [B + 1], got (0,)")
+        b = qo_indptr.shape[0] - 1
+    _check_caches(q, k_cache, v_cache, page_table, b)
+    hkv, dv = k_cache.shape[2], v_cache.shape[3]
     if hkv < 1 or hq < 1 or hq % hkv:
-        raise ValueError(
-            f"q: expected a multiple of the {hkv} KV heads of k_cache {layout}, got {hq} heads"
-        )
-    if d < 1:
-        raise ValueError("q: expected a head dim of at least 1, got 0")
+        raise ValueError(f"q: expected a multiple of the {hkv} KV heads of k_cache, got {hq} heads")
     _contiguous_last(q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_cache.dtype != _FLOAT8:
+            raise ValueError(
+                f"{name}: expected None beside {str(k_cache.dtype)[6:]} caches, got a tensor"
+            )
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+            got = str(scale.dtype)[6:] if isinstance(scale, Tensor) else type(scale).__name__
+            raise TypeError(f"{name}: expected a float32 tensor of one element, got {got}")
+        if scale.numel() != 1:
+            raise ValueError(f"{name}: expected one element, got shape {tuple(scale.shape)}")
     _checks.tensor("prefix_lens", prefix_lens, torch.int32, (b,), "[B]")
     if tree_len is not None:
         _checks.integer("tree_len", tree_len, 0)
-    length = n if tree_len is None else tree_len
-    if 0 < length < n:
+    most = n if max_q is None else max_q
+    length = tree_len if tree_len is not None else most if ragged else n
+    if not ragged and 0 < length < n:
         raise ValueError(f"tree_len: expected 0 or at least the {n} queries, got {length}")
+    slots = "tree_len" if tree_len is not None or not ragged else "max_q"
     if tree_mask is not None:
-        shape = (b, n, (length + 63) // 64)
-        _checks.tensor("tree_mask", tree_mask, torch.int64, shape, "[B, N, ceil(tree_len / 64)]")
+        shape = (n, (length + 63) // 64) if ragged else (b, n, (length + 63) // 64)
+        layout = f"[{lead}, ceil({slots} / 64)]"
+        _checks.tensor("tree_mask", tree_mask, torch.int64, shape, layout)
     if depths is not None:
-        _checks.tensor("depths", depths, torch.int32, (b, length), "[B, tree_len]")
-    if page_table is not None:
-        _checks.tensor("page_table", page_table, torch.int32, (b, None), "[B, max_pages]")
-        if k_cache.shape[1] < 1:
-            raise ValueError("k_cache: expected a page size of at least 1, got 0")
+        if ragged and tree_len is None:
+            _checks.tensor("depths", depths, torch.int32, (n,), "[total]")
+        else:
+            _checks.tensor("depths", depths, torch.int32, (b, length), "[B, tree_len]")
     if max_prefix_len is not None:
         _checks.integer("max_prefix_len", max_prefix_len, 0)
     if window is not None:
         _checks.integer("window", window, 1)
-        if length == 0:
+        if tree_len == 0 or (length == 0 and not ragged):
             raise ValueError("window: expected tree_len > 0, else the queries have no position")
         if tree_mask is not None and depths is None:
-            raise ValueError(
-                "depths: expected an int32 tensor [B, tree_len] with window and tree_mask, got None"
-            )
+            raise ValueError("depths: expected an int32 tensor with window and tree_mask, got None")
     for name, number in (("sm_scale", sm_scale), ("softcap", softcap)):
         if number is not None and not isinstance(number, (int, float)):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
@@ -276,10 +391,10 @@ def _check(
     if sinks is not None:
         _checks.tensor("sinks", sinks, _checks.FLOATS, (hq,), "[Hq]")
     if out is not None:
-        _checks.tensor("out", out, q.dtype, tuple(q.shape), "[B, N, Hq, D]")
+        _checks.tensor("out", out, q.dtype, (*q.shape[:-1], dv), f"[{lead}, Hq, Dv]")
         _contiguous_last(out=out)
     if lse is not None:
-        _checks.tensor("lse", lse, torch.float32, (b, n, hq), "[B, N, Hq]")
+        _checks.tensor("lse", lse, torch.float32, tuple(q.shape[:-1]), f"[{lead}, Hq]")
     _checks.written(out=out, lse=lse)
     _checks.same_device(
         q=q,
@@ -287,52 +402,137 @@ def _check(
         v_cache=v_cache,
         prefix_lens=prefix_lens,
         tree_mask=tree_mask,
+        qo_indptr=qo_indptr,
         page_table=page_table,
         depths=depths,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         out=out,
         lse=lse,
     )
+    # Reading a CPU tensor waits for nobody.
+    if qo_indptr is not None and (values or qo_indptr.is_cpu):
+        _check_indptr(qo_indptr, n, most, tree_len)
     if values:
-        _check_values(k_cache, prefix_lens, tree_mask, length, page_table)
+        _check_values(
+            k_cache,
+            prefix_lens,
+            tree_mask,
+            tree_len,
+            qo_indptr,
+            n,
+            page_table,
+            depths,
+            max_prefix_len,
+        )
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None and not 0 < float(scale) < float("inf"):
+                raise ValueError(f"{name}: expected a positive finite number, got {float(scale)}")
+
+
+def _check_caches(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None, b: int
+) -> None:
+    d = q.shape[-1]
+    paged = page_table is not None
+    rows, layout = (None, "[pages, page_size, Hkv, D]") if paged else (b, "[B, S, Hkv, D]")
+    dtypes = (q.dtype,) if q.dtype == torch.float64 else (q.dtype, _FLOAT8)
+    _checks.tensor("k_cache", k_cache, dtypes, (rows, None, None, d), layout)
+    layout = layout.replace("D]", "Dv]")
+    shape = (*k_cache.shape[:3], None)
+    _checks.tensor("v_cache", v_cache, k_cache.dtype, shape, layout)
+    for name, dim in (("q", d), ("v_cache", v_cache.shape[3])):
+        if dim < 1:
+            raise ValueError(f"{name}: expected a head dim of at least 1, got 0")
+    if page_table is not None:
+        _checks.tensor("page_table", page_table, torch.int32, (b, None), "[B, max_pages]")
+        if k_cache.shape[1] < 1:
+            raise ValueError("k_cache: expected a page size of at least 1, got 0")
+
+
+def _check_indptr(qo_indptr: Tensor, total: int, most: int, tree_len: int | None) -> None:
+    starts = qo_indptr.tolist()
+    if starts[0] != 0:
+        raise ValueError(f"qo_indptr[0]: expected 0, got {starts[0]}")
+    for b, (start, stop) in enumerate(itertools.pairwise(starts)):
+        if not start <= stop <= total:
+            raise ValueError(
+                f"qo_indptr[{b + 1}]: expected {start} to {total} (the rows of q), got {stop}"
+            )
+        bound, name = most, "max_q"
+        if tree_len and tree_len < most:
+            bound, name = tree_len, "tree_len"
+        if stop - start > bound:
+            raise ValueError(
+                f"qo_indptr: expected at most {name} = {bound} rows of request {b}, got "
+                f"{stop - start}"
+            )
 
 
 def _check_values(
     k_cache: Tensor,
     prefix_lens: Tensor,
     tree_mask: Tensor | None,
-    tree_len: int,
+    tree_len: int | None,
+    qo_indptr: Tensor | None,
+    rows: int,
     page_table: Tensor | None,
+    depths: Tensor | None,
+    max_prefix_len: int | None,
 ) -> None:
+    """Every slot that a row sees has its place in the cache, and a depth of a tree's."""
     size = k_cache.shape[1]
     capacity = size if page_table is None else size * page_table.shape[1]
-    device = prefix_lens.device
-    # A slot that no row sees (padding) needs no place in the cache.
-    seen = torch.ones(prefix_lens.shape[0], tree_len, dtype=torch.bool, device=device)
-    if tree_mask is not None and tree_len > 0:
-        bits = (tree_mask[..., None] >> torch.arange(64, device=device)) & 1
-        bits = bits.bool().flatten(-2)
-        past = bits[..., tree_len:].any(-1)
-        if bool(past.any()):
-            at = ", ".join(map(str, past.nonzero()[0].tolist()))
-            raise ValueError(
-                f"tree_mask[{at}]: expected no bit at or past tree_len = {tree_len}, got one"
-            )
-        seen = bits[..., :tree_len].any(1)
-    slots = torch.arange(1, tree_len + 1, device=device)
-    needed = torch.where(seen, slots, 0).amax(1) if tree_len else torch.zeros_like(prefix_lens)
     _checks.values_in("prefix_lens", prefix_lens, 0, capacity)
-    last = prefix_lens.long() + needed
-    if bool((last > capacity).any()):
-        b = int((last > capacity).nonzero()[0])
-        raise ValueError(
-            f"prefix_lens[{b}]: expected at most {capacity - int(needed[b])}, leaving room for "
-            f"the tree in a cache of {capacity} slots, got {int(prefix_lens[b])}"
-        )
+    last = []
+    for b, prefix in enumerate(prefix_lens.tolist()):
+        if max_prefix_len is not None and prefix > max_prefix_len:
+            raise ValueError(
+                f"prefix_lens[{b}]: expected at most max_prefix_len = {max_prefix_len}, "
+                f"got {prefix}"
+            )
+        begin, end = (0, rows) if qo_indptr is None else qo_indptr[b : b + 2].tolist()
+        length = end - begin if tree_len is None else tree_len
+        # A slot that no row sees (padding) needs no place.
+        seen = torch.ones(length, dtype=torch.bool, device=prefix_lens.device)
+        if tree_mask is not None and length > 0:
+            words = tree_mask[b] if qo_indptr is None else tree_mask[begin:end]
+            bits = (words[..., None] >> torch.arange(64, device=words.device)) & 1
+            bits = bits.bool().flatten(1)
+            past = bits[:, length:].any(1)
+            if bool(past.any()):
+                row = int(past.nonzero()[0])
+                at = f"{b}, {row}" if qo_indptr is None else f"{begin + row}"
+                raise ValueError(
+                    f"tree_mask[{at}]: expected no bit at or past the {length} tree slots of "
+                    f"request {b}, got one"
+                )
+            seen = bits[:, :length].any(0)
+        slots = seen.nonzero()[:, 0].tolist()
+        needed = slots[-1] + 1 if slots else 0
+        last.append(prefix + needed)
+        if last[b] > capacity:
+            raise ValueError(
+                f"prefix_lens[{b}]: expected at most {capacity - needed}, leaving room for the "
+                f"tree in a cache of {capacity} slots, got {prefix}"
+            )
+        if depths is not None:
+            own = (depths[begin:end] if depths.dim() == 1 else depths[b]).tolist()
+            for slot in slots:
+                if not 0 <= own[slot] < length:
+                    at = f"{begin + slot}" if depths.dim() == 1 else f"{b}, {slot}"
+                    raise ValueError(
+                        f"depths[{at}]: expected 0 to {length - 1} for a slot of request {b}, "
+                        f"got {own[slot]}"
+                    )
     if page_table is not None:
+        device = page_table.device
         first = torch.arange(page_table.shape[1], device=device) * size
-        used = torch.where(first < last[:, None], page_table, 0)
-        _checks.values_in("page_table", used, 0, k_cache.shape[0] - 1)
+        used = first < torch.tensor(last, dtype=torch.int64, device=device)[:, None]
+        _checks.values_in(
+            "page_table", torch.where(used, page_table, 0), 0, max(k_cache.shape[0] - 1, 0)
+        )
 
 
 def merge_attention_states(
@@ -352,8 +552,8 @@ def merge_attention_states(
     -inf.
 
     Args:
-        out_a: [B, N, H, D] float64, float32, float16 or bfloat16.
-        lse_a: float32 [B, N, H], natural logarithm, as `tree_attention` returns it.
+        out_a: [B, N, H, D] or flat [rows, H, D], float64, float32, float16 or bfloat16.
+        lse_a: float32 [B, N, H] or [rows, H], natural logarithm, as `tree_attention` returns it.
         out_b: as ``out_a``.
         lse_b: as ``lse_a``.
         out: to write instead of a new tensor; may be ``out_a`` or ``out_b``.
@@ -393,13 +593,15 @@ def _check_merge(
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    _checks.tensor("out_a", out_a, _checks.FLOATS, (None,) * 4, "[B, N, H, D]")
+    flat = isinstance(out_a, Tensor) and out_a.dim() == 3
+    lead = "rows" if flat else "B, N"
+    _checks.tensor("out_a", out_a, _checks.FLOATS, (None,) * (3 if flat else 4), f"[{lead}, H, D]")
     shape = tuple(out_a.shape)
     for name, value in (("out_b", out_b), ("out", out)):
-        if value is not None:
-            _checks.tensor(name, value, out_a.dtype, shape, "[B, N, H, D]")
+        if name != "out" or value is not None:
+            _checks.tensor(name, value, out_a.dtype, shape, f"[{lead}, H, D]")
     for name, value in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if name != "lse" or value is not None:
-            _checks.tensor(name, value, torch.float32, shape[:3], "[B, N, H]")
+            _checks.tensor(name, value, torch.float32, shape[:-1], f"[{lead}, H]")
     _checks.written(out=out, lse=lse)
     _checks.same_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)

@@ -367,43 +367,55 @@ def tree_attention_out(
     out: Tensor,
     lse: Tensor | None = None,
 ) -> None:
-    """softmax(softcap(q k^T * sm_scale)) v over the visible keys and the sink, row by row."""
-    if qo_indptr is not None or max_q is not None:
-        raise NotImplementedError("qo_indptr: flat ragged queries have no kernel yet")
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("k_scale, v_scale: float8 caches have no kernel yet")
+    """softmax(softcap(q k^T * sm_scale)) v over the visible keys and the sink, row by row.
+
+    With ``qo_indptr`` the rows of request b are q[qo_indptr[b] : qo_indptr[b + 1]]; rows behind the
+    last request's see nothing.
+    """
     if window is not None and tree_len == 0:
         raise ValueError("window: expected a tree (tree_len > 0) to take query positions from")
-    b, n, hq, d = q.shape
+    hq, d = q.shape[-2:]
     hkv = k_cache.shape[2]
-    length = n if tree_len is None else tree_len
     scale = 1.0 / math.sqrt(d) if sm_scale is None else sm_scale
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     head = torch.arange(hq, device=q.device) // (hq // hkv)
-    for r in range(b):
+    extra = q.new_zeros(hq, 0) if sinks is None else sinks[:, None]
+    nothing = torch.logsumexp(extra.to(compute), dim=1)
+    rows_of: list[int | slice] = list(range(len(prefix_lens)))
+    if qo_indptr is not None:
+        starts = qo_indptr.tolist()
+        rows_of = [slice(starts[r], starts[r + 1]) for r in range(len(prefix_lens))]
+        out[starts[-1] :] = 0
+        if lse is not None:
+            lse[starts[-1] :] = nothing.float()
+    for r, rows in enumerate(rows_of):
+        queries, outs = q[rows], out[rows]
+        n = queries.shape[0]
+        # The depths of slots that are the rows lie as the rows do.
+        slot_depths = None if depths is None else depths[rows if depths.dim() == 1 else r]
         for i in range(n):
             keys = visible_keys(
                 i,
                 n,
                 int(prefix_lens[r]),
-                length,
-                None if tree_mask is None else tree_mask[r],
-                None if depths is None else depths[r],
+                n if tree_len is None else tree_len,
+                None if tree_mask is None else tree_mask[rows],
+                slot_depths,
                 window,
             ).to(q.device)
             k = _cache_rows(k_cache, page_table, r, keys).to(compute)[:, head]
             v = _cache_rows(v_cache, page_table, r, keys).to(compute)[:, head]
-            scores = torch.einsum("hd,khd->hk", q[r, i].to(compute), k) * scale
+            k, v = (x if s is None else x * s for x, s in ((k, k_scale), (v, v_scale)))
+            scores = torch.einsum("hd,khd->hk", queries[i].to(compute), k) * scale
             # A row that sees a non-finite key is non-finite, whatever tanh or exp make of it.
             scores = torch.where(scores.isfinite(), scores, torch.nan)
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
-            extra = scores.new_zeros(hq, 0) if sinks is None else sinks.to(compute)[:, None]
-            row_lse = torch.logsumexp(torch.cat([scores, extra], dim=1), dim=1)
+            row_lse = torch.logsumexp(torch.cat([scores, extra.to(compute)], dim=1), dim=1)
             weights = torch.exp(scores - row_lse[:, None])
-            out[r, i] = torch.einsum("hk,khd->hd", weights, v).to(out.dtype)
+            outs[i] = torch.einsum("hk,khd->hd", weights, v).to(out.dtype)
             if lse is not None:
-                lse[r, i] = row_lse.to(lse.dtype)
+                lse[rows][i] = row_lse.to(lse.dtype)
 
 
 def merge_attention_states(
@@ -415,13 +427,10 @@ def merge_attention_states(
     safe = torch.where(peak == NEG_INF, 0, peak)
     weight_a, weight_b = (lse_a - safe).exp(), (lse_b - safe).exp()
     total = weight_a + weight_b
-    lse = torch.where(peak == NEG_INF, NEG_INF, safe + total.log())
-
-    def part(out: Tensor, weight: Tensor) -> Tensor:
-        share = (weight / total).to(compute)[..., None]
-        return torch.where(weight[..., None] == 0, 0, out.to(compute) * share)
-
-    out = (part(out_a, weight_a) + part(out_b, weight_b)).to(out_a.dtype)
+    share_a, share_b = (w.div(total).to(compute)[..., None] for w in (weight_a, weight_b))
+    out = (out_a.to(compute) * share_a + out_b.to(compute) * share_b).to(out_a.dtype)
+    lse = safe + total.log()
+    # An empty part may hold anything.
     only_a, only_b = lse_b == NEG_INF, lse_a == NEG_INF
     out = torch.where(only_a[..., None], out_a, torch.where(only_b[..., None], out_b, out))
     lse = torch.where(only_a, lse_a, torch.where(only_b, lse_b, lse))

@@ -6,7 +6,7 @@ Tests of every backend and the benchmarks draw from here, so a shape is written 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,11 +19,17 @@ FLOATS = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+FLOAT8 = torch.float8_e4m3fn
+TREE_SIZES = [1, 3, 31, 32, 33, 59, 60, 63, 64, 65, 128, 1024]
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call of tree_attention; ``page_size`` None is a dense cache."""
+    """One call of tree_attention.
+
+    ``page_size`` None is a dense cache. ``v_dim`` None is K's head dim; ``latent`` lays V into K's
+    first columns. ``float8`` caches come with two scales.
+    """
 
     nodes: int
     heads: tuple[int, int]
@@ -37,6 +43,9 @@ class AttentionCase:
     softcap: float = 0.0
     sinks: bool = False
     kv_chunk: int | None = None
+    v_dim: int | None = None
+    latent: bool = False
+    float8: bool = False
 
     @property
     def name(self) -> str:
@@ -44,10 +53,10 @@ class AttentionCase:
             f"B{self.batch}-N{self.nodes}-H{self.heads[0]}/{self.heads[1]}-D{self.head_dim}"
             f"-P{self.prefix}"
         ]
-        for key in ("page_size", "interleaved", "chain", "window", "softcap", "sinks", "kv_chunk"):
-            value = getattr(self, key)
+        for option in fields(self)[5:]:
+            value = getattr(self, option.name)
             if value:
-                parts.append(key if value is True else f"{key}{value}")
+                parts.append(option.name if value is True else f"{option.name}{value}")
         return "-".join(parts)
 
 
@@ -80,6 +89,28 @@ ATTENTION_CASES = [
     AttentionCase(33, (4, 2), 64, 100, chain=True, window=20),
     AttentionCase(30, (3, 1), 64, 50, kv_chunk=7, window=21),
     AttentionCase(30, (3, 1), 64, 50, kv_chunk=1),
+    AttentionCase(1024, (2, 1), 48, 70),
+    AttentionCase(6, (4, 1), 32, 600, batch=2),
+    AttentionCase(7, (7, 1), 48, 130, page_size=24),
+    AttentionCase(5, (3, 1), 112, 257, page_size=1),
+    AttentionCase(5, (3, 3), 160, 65),
+    AttentionCase(6, (4, 2), 192, 64, window=40),
+    AttentionCase(5, (4, 1), 224, 90, interleaved=True),
+    AttentionCase(5, (4, 4), 192, 130, v_dim=128, page_size=16),
+    AttentionCase(6, (16, 1), 576, 70, v_dim=512, latent=True, page_size=5),
+    AttentionCase(33, (3, 1), 64, 130, v_dim=96, window=50),
+    AttentionCase(7, (2, 1), 37, 70, v_dim=50),
+    AttentionCase(7, (2, 1), 64, 70, v_dim=3, chain=True),
+]
+
+FLOAT8_CASES = [
+    AttentionCase(1, (3, 1), 64, 0, float8=True),
+    AttentionCase(33, (4, 2), 64, 300, float8=True),
+    AttentionCase(20, (7, 1), 80, 127, batch=2, page_size=5, float8=True),
+    AttentionCase(60, (3, 1), 37, 129, interleaved=True, float8=True),
+    AttentionCase(16, (4, 2), 128, 200, window=150, softcap=20.0, sinks=True, float8=True),
+    AttentionCase(65, (2, 2), 96, 60, chain=True, page_size=24, float8=True),
+    AttentionCase(6, (16, 1), 576, 70, v_dim=512, latent=True, page_size=16, float8=True),
 ]
 
 
@@ -127,17 +158,26 @@ class AttentionInputs:
         return (self.q, self.k_cache, self.v_cache, self.prefix_lens, self.tree_mask)
 
     def double(self) -> AttentionInputs:
+        return replace(self.unscaled(torch.float64), q=self.q.double())
+
+    def unscaled(self, dtype: torch.dtype) -> AttentionInputs:
+        """The caches (and sinks) in ``dtype``; float8 ones times their scales, in float32."""
+        kwargs = {key: x for key, x in self.kwargs.items() if key not in ("k_scale", "v_scale")}
+        if "sinks" in kwargs:
+            kwargs["sinks"] = kwargs["sinks"].to(dtype)  # type: ignore[attr-defined]
+
+        def wide(cache: Tensor, name: str) -> Tensor:
+            scale = self.kwargs.get(name)
+            return (cache if scale is None else cache.float() * scale).to(dtype)
+
+        assert self.k is not None and self.v is not None
         return replace(
             self,
-            q=self.q.double(),
-            k_cache=self.k_cache.double(),
-            v_cache=self.v_cache.double(),
-            k=None if self.k is None else self.k.double(),
-            v=None if self.v is None else self.v.double(),
-            kwargs={
-                key: value.double() if key == "sinks" and isinstance(value, Tensor) else value
-                for key, value in self.kwargs.items()
-            },
+            k_cache=wide(self.k_cache, "k_scale"),
+            v_cache=wide(self.v_cache, "v_scale"),
+            k=wide(self.k, "k_scale"),
+            v=wide(self.v, "v_scale"),
+            kwargs=kwargs,
         )
 
 
@@ -145,23 +185,31 @@ def paged(
     k: Tensor, v: Tensor, page_size: int, seed: int, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Dense [B, S, Hkv, D] caches as shuffled pages and their page table; spare pages hold NaN."""
-    b, s, heads, dim = k.shape
+    b, s, heads, _ = k.shape
     entries = (s + page_size - 1) // page_size
     g = torch.Generator().manual_seed(seed)
     pages = b * entries + 3
     table = torch.randperm(pages, generator=g)[: b * entries].view(b, entries)
-    pool = k.new_full((pages, 2, page_size, heads, dim), float("nan"))
+    wide = max(k.shape[3], v.shape[3])
+    pool = torch.full((pages, 2, page_size, heads, wide), float("nan")).to(k.dtype)
     for which, cache in enumerate((k, v)):
-        rows = cache.new_full((b, entries * page_size, heads, dim), float("nan"))
+        rows = torch.full((b, entries * page_size, *cache.shape[2:]), float("nan")).to(k.dtype)
         rows[:, :s] = cache
-        pool[table.flatten(), which] = rows.view(b * entries, page_size, heads, dim)
-    if interleaved:
-        return pool[:, 0], pool[:, 1], table.int()
-    return pool[:, 0].contiguous(), pool[:, 1].contiguous(), table.int()
+        paged_rows = rows.view(b * entries, page_size, *cache.shape[2:])
+        pool[table.flatten(), which, ..., : cache.shape[3]] = paged_rows
+    parts = (pool[:, 0, ..., : k.shape[3]], pool[:, 1, ..., : v.shape[3]])
+    if not interleaved:
+        parts = (parts[0].contiguous(), parts[1].contiguous())
+    return *parts, table.int()
 
 
 def attention_inputs(
-    case: AttentionCase, dtype: torch.dtype, *, seed: int = 0, any_order: bool = False
+    case: AttentionCase,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    any_order: bool = False,
+    parents: list[list[int]] | None = None,
 ) -> AttentionInputs:
     """Random tensors of a case; request b has ``prefix - 2 b`` prefix tokens, its own tree."""
     g = torch.Generator().manual_seed(seed)
@@ -171,18 +219,27 @@ def attention_inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
-    q, k, v = normal(b, n, hq, d), normal(b, slots, hkv, d), normal(b, slots, hkv, d)
+    v_dim = case.v_dim or d
+    q, k, v = normal(b, n, hq, d), normal(b, slots, hkv, d), normal(b, slots, hkv, v_dim)
     prefix_lens = torch.tensor([max(case.prefix - 2 * r, 0) for r in range(b)], dtype=torch.int32)
-    k_cache, v_cache = k, v
     kwargs: dict[str, object] = {}
+    if case.float8:
+        k, v = k.to(FLOAT8), v.to(FLOAT8)
+        kwargs |= {"k_scale": torch.tensor([0.7]), "v_scale": torch.tensor(1.3)}
+    if case.latent:
+        v = k[..., :v_dim]
+    k_cache, v_cache = k, v
     if case.page_size is not None:
         k_cache, v_cache, kwargs["page_table"] = paged(
             k, v, case.page_size, seed, interleaved=case.interleaved
         )
+        if case.latent:
+            v_cache = k_cache[..., :v_dim]
     elif case.interleaved:
         both = torch.stack([k, v], dim=2)
         k_cache, v_cache = both[:, :, 0], both[:, :, 1]
-    parents = [random_parents(n, seed * 100 + r, any_order=any_order) for r in range(b)]
+    if parents is None:
+        parents = [random_parents(n, seed * 100 + r, any_order=any_order) for r in range(b)]
     tree_mask = None
     if not case.chain:
         depths, _, _, _, tree_mask = reference.flatten_tree(

@@ -11,7 +11,10 @@ import pytest
 import torch
 from cases import (
     ATTENTION_CASES,
+    FLOAT8,
+    FLOAT8_CASES,
     FLOATS,
+    TREE_SIZES,
     AttentionCase,
     AttentionInputs,
     attention_inputs,
@@ -21,36 +24,60 @@ from cases import (
     visibility,
 )
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from eagle2_kernels import merge_attention_states, ops, reference, tree_attention
+from eagle2_kernels import (
+    merge_attention_states,
+    ops,
+    reference,
+    tree_attention,
+    tree_attention_varlen,
+)
 
 NEG_INF = float("-inf")
 dtypes = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+# What caches may be beside queries of a dtype: fields of AttentionCase.
+FORMS = {"plain": {}, "V96": {"v_dim": 96}, "float8": {"float8": True}}
+formed_dtypes = pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, id=f"{name}-{dtype_name}")
+        for name, form in FORMS.items()
+        for dtype_name, dtype in FLOATS.items()
+        if name != "float8" or dtype_name != "float64"
+    ],
+)
 
 
 def attend(inputs: AttentionInputs, **changes) -> tuple[Tensor, Tensor]:
     """(out, lse), written over NaN so that nothing is left unwritten unnoticed."""
-    out = torch.full_like(inputs.q, float("nan"), memory_format=torch.contiguous_format)
-    lse = torch.full(inputs.q.shape[:3], float("nan"))
+    out, lse = nan_outputs(inputs.q, inputs.v_cache)
     kwargs = inputs.kwargs | changes
     return tree_attention(*inputs.args, **kwargs, out=out, lse=lse, return_lse=True)
+
+
+def nan_outputs(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (*q.shape[:-1], v_cache.shape[-1])
+    return q.new_full(shape, float("nan")), torch.full(q.shape[:-1], float("nan"))
 
 
 def oracle(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Out and LSE in float64, row by row."""
     exact = inputs.double()
-    out = torch.empty_like(exact.q)
-    lse = torch.empty(exact.q.shape[:3], dtype=torch.float64)
+    out, lse = nan_outputs(exact.q, exact.v_cache)
+    lse = lse.double()
     reference.tree_attention_out(*exact.args, **exact.kwargs, out=out, lse=lse)
     return out, lse
 
 
-def dense(inputs: AttentionInputs, seen: Tensor, *, sdpa: bool = False) -> tuple[Tensor, Tensor]:
-    """Masked softmax over the whole cache in the inputs' dtype; the LSE in at least float32.
+def dense(inputs: AttentionInputs, seen: Tensor, *, peer: bool = False) -> tuple[Tensor, Tensor]:
+    """Masked softmax over the whole cache in the queries' dtype; the LSE in at least float32.
 
     In float64 it is the value to compare with (and equals the oracle, tested below). In the other
-    dtypes it is what PyTorch offers: SDPA where that has all the parts, else softmax by hand.
+    dtypes it is what PyTorch offers: SDPA where that has all the parts, else softmax by hand, over
+    float8 caches brought to the queries' dtype.
     """
+    inputs = inputs.unscaled(inputs.q.dtype)
     q, seen = inputs.q.transpose(1, 2), seen[:, None]
     group = inputs.q.shape[2] // inputs.k.shape[2]
     k, v = (x.transpose(1, 2).repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
@@ -64,11 +91,22 @@ def dense(inputs: AttentionInputs, seen: Tensor, *, sdpa: bool = False) -> tuple
         sink = sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     lse = scores.logsumexp(-1).transpose(1, 2)
-    if sdpa and not softcap and sinks is None:
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    if peer and not softcap and sinks is None:
+        out = sdpa(q, k, v, attn_mask=seen)
     else:
         out = scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
     return out.transpose(1, 2), lse
+
+
+def check_error(out: Tensor, want: Tensor, peer: Tensor, values: Tensor) -> None:
+    """``want`` is float64: at most twice the error of PyTorch's own op, plus a rounding or two."""
+    dtype = out.dtype
+    error, peer_error = (out - want).abs().max(), (peer - want).abs().max()
+    # What one rounding of data of this size costs. In float64 `want` is no better than `out`.
+    slack = (want.to(dtype) + 0.3 - 0.3 - want.to(dtype)).abs().max().double() * 2
+    if dtype == torch.float64:
+        slack = 4 * torch.finfo(dtype).eps * values.abs().max()
+    assert error <= 2 * peer_error + slack
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -109,22 +147,42 @@ def test_dense_float64_is_the_oracle(case):
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
 
 
-@dtypes
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.name}-{name}")
+        for case in (*ATTENTION_CASES, *FLOAT8_CASES)
+        for name, dtype in FLOATS.items()
+        if not (case.float8 and dtype == torch.float64)
+    ],
+)
 def test_matches_oracle(case, dtype):
     inputs = attention_inputs(case, dtype)
     out, lse = attend(inputs)
     seen = visibility(inputs)
     want, want_lse = dense(inputs.double(), seen)
-    peer, peer_lse = dense(inputs, seen, sdpa=True)
-    error, peer_error = (out - want).abs().max(), (peer - want).abs().max()
-    # What one rounding of data of this size costs. In float64 `want` is no better than `out`.
-    slack = (want.to(dtype) + 0.3 - 0.3 - want.to(dtype)).abs().max().double() * 2
-    if dtype == torch.float64:
-        slack = 4 * torch.finfo(dtype).eps * inputs.v.abs().max()
-    assert error <= 2 * peer_error + slack
+    peer, peer_lse = dense(inputs, seen, peer=True)
+    check_error(out, want, peer, inputs.v)
     lse_slack = (want_lse.float() - want_lse).abs().max() * 2 + 1e-7 * want_lse.abs().max()
     assert (lse - want_lse).abs().max() <= 2 * (peer_lse - want_lse).abs().max() + lse_slack
+
+
+@pytest.mark.parametrize("nodes", TREE_SIZES, ids=lambda n: f"N{n}")
+def test_every_node_equals_causal_attention_of_its_path(nodes):
+    """One path at a time through PyTorch's causal attention in float64: no mask of ours."""
+    prefix = 41
+    inputs = attention_inputs(AttentionCase(nodes, (6, 2), 24, prefix, v_dim=20), torch.float64)
+    out, _ = attend(inputs)
+    parents, reached = inputs.parents[0], set()
+    for leaf in set(range(nodes)) - set(parents):
+        path = path_of(parents, leaf)
+        slots = [*range(prefix), *(prefix + j for j in path)]
+        q = torch.cat([torch.zeros(1, prefix, 6, 24).double(), inputs.q[:, path]], 1)
+        k, v = (x[:, slots].repeat_interleave(3, 2) for x in (inputs.k, inputs.v))
+        want = sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+        torch.testing.assert_close(out[:, path], want[:, prefix:], rtol=0, atol=1e-13)
+        reached |= set(path)
+    assert len(reached) == nodes
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
@@ -132,6 +190,7 @@ def test_other_instruction_sets(capability):
     """The same source compiled for older CPUs holds the same promises."""
     chosen = "(matches_oracle and 32 and (D80 or D37 or softcap)) or whole_numbers"
     chosen += " or (plain_decoding and seed0 and (float64 or bfloat16) and (N31 or N40))"
+    chosen += " or float8_value"
     pytest_run = "-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()
     run = subprocess.run(
         [sys.executable, *pytest_run, "-k", chosen, __file__],
@@ -275,6 +334,38 @@ def plain_decoding(inputs: AttentionInputs, request: int, **changes) -> tuple[Te
     return torch.cat(outs)[None], torch.cat(sums)[None]
 
 
+CHAIN_STAR_ROOT = {"chain": [*range(-1, 39)], "star": [-1] + [0] * 39, "root": [-1]}
+
+
+@formed_dtypes
+@pytest.mark.parametrize("parents", CHAIN_STAR_ROOT.values(), ids=CHAIN_STAR_ROOT)
+def test_chain_star_and_root_are_plain_decodes(parents, form, dtype):
+    case = AttentionCase(len(parents), (6, 2), 64, 110, page_size=16, **form)
+    inputs = attention_inputs(case, dtype, parents=[parents])
+    out, lse = attend(inputs)
+    want, want_lse = plain_decoding(inputs, 0)
+    assert same_bits(out, want) and same_bits(lse, want_lse)
+    if parents[-1] == len(parents) - 2:
+        inputs.tree_mask = None
+        causal, causal_lse = attend(inputs)
+        assert same_bits(causal, want) and same_bits(causal_lse, want_lse)
+
+
+@formed_dtypes
+def test_a_chain_is_as_exact_as_causal_sdpa(form, dtype):
+    n = 150
+    inputs = attention_inputs(
+        AttentionCase(n, (4, 2), 80, 0, **form), dtype, parents=[[*range(-1, n - 1)]]
+    )
+    out, _ = attend(inputs)
+
+    def causal(x: AttentionInputs) -> Tensor:
+        k, v = (y[:, :n].repeat_interleave(2, 2) for y in (x.k, x.v))
+        return sdpa(*(y.transpose(1, 2) for y in (x.q, k, v)), is_causal=True).transpose(1, 2)
+
+    check_error(out, causal(inputs.double()), causal(inputs.unscaled(dtype)), inputs.v)
+
+
 PATH_CASES = [
     AttentionCase(33, (3, 1), 64, 120),
     AttentionCase(20, (4, 2), 80, 127, batch=2, page_size=5),
@@ -284,12 +375,25 @@ PATH_CASES = [
     AttentionCase(24, (2, 1), 64, 20, kv_chunk=8, window=5),
     AttentionCase(24, (2, 1), 96, 0, softcap=3.0, sinks=True, kv_chunk=5),
     AttentionCase(70, (1, 1), 16, 100),
+    AttentionCase(40, (3, 1), 64, 120, v_dim=96, page_size=24),
+    AttentionCase(20, (4, 2), 37, 70, v_dim=50, batch=2),
+    AttentionCase(12, (16, 1), 576, 60, v_dim=512, latent=True, page_size=5),
+    AttentionCase(33, (3, 1), 64, 120, float8=True, page_size=5),
+    AttentionCase(31, (7, 1), 80, 129, float8=True, window=30),
+    AttentionCase(20, (4, 2), 37, 120, batch=2, float8=True, v_dim=50),
 ]
 
 
-@dtypes
 @pytest.mark.parametrize("seed", range(2), ids=lambda s: f"seed{s}")
-@pytest.mark.parametrize("case", PATH_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.name}-{name}")
+        for case in PATH_CASES
+        for name, dtype in FLOATS.items()
+        if not (case.float8 and dtype == torch.float64)
+    ],
+)
 def test_node_equals_plain_decoding(case, seed, dtype):
     inputs = attention_inputs(case, dtype, seed=seed)
     out, lse = attend(inputs)
@@ -297,6 +401,14 @@ def test_node_equals_plain_decoding(case, seed, dtype):
         want, want_lse = plain_decoding(inputs, b)
         assert same_bits(out[b : b + 1], want)
         assert same_bits(lse[b : b + 1], want_lse)
+
+
+@pytest.mark.parametrize("nodes", TREE_SIZES, ids=lambda n: f"N{n}")
+def test_node_equals_plain_decoding_in_trees_of_any_size(nodes):
+    inputs = attention_inputs(AttentionCase(nodes, (3, 1), 16, 120), torch.bfloat16, seed=3)
+    out, lse = attend(inputs)
+    want, want_lse = plain_decoding(inputs, 0)
+    assert same_bits(out, want) and same_bits(lse, want_lse)
 
 
 @pytest.mark.parametrize("with_depths", [False, True], ids=["popcount", "depths"])
@@ -373,12 +485,16 @@ def test_prompt_in_chunks_equals_token_by_token(dtype):
 # row rule: a row does not know its neighbours, nor where its keys lie
 
 
-@dtypes
-def test_row_is_independent_of_layout_batch_and_threads(dtype):
-    case = AttentionCase(33, (6, 2), 80, 200, batch=2, window=170)
+@formed_dtypes
+def test_row_is_independent_of_layout_batch_and_threads(form, dtype):
+    case = AttentionCase(33, (6, 2), 80, 200, batch=2, window=170, **form)
     inputs = attention_inputs(case, dtype)
     out, lse = attend(inputs)
-    d = inputs.q.shape[-1]
+
+    def with_gaps(x: Tensor) -> Tensor:
+        rows = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+        rows[..., : x.shape[-1]] = x
+        return rows[..., : x.shape[-1]]
 
     def same(changed: AttentionInputs, rows=slice(None), batch=slice(None)) -> bool:
         got, got_lse = attend(changed)
@@ -395,12 +511,10 @@ def test_row_is_independent_of_layout_batch_and_threads(dtype):
             )
     # [B, H, S, D] storage, and rows with a gap behind them.
     hnd = (inputs.k.transpose(1, 2).contiguous().transpose(1, 2), inputs.v)
-    gaps = tuple(torch.cat([x, x], -1)[..., :d] for x in (inputs.k, inputs.v))
+    gaps = (with_gaps(inputs.k), with_gaps(inputs.v))
     for k, v in (hnd, gaps):
-        wide_q = torch.cat([inputs.q, inputs.q], -1)[..., :d]
-        assert same(
-            AttentionInputs(wide_q, k, v, inputs.prefix_lens, inputs.tree_mask, inputs.kwargs)
-        )
+        q = with_gaps(inputs.q)
+        assert same(AttentionInputs(q, k, v, inputs.prefix_lens, inputs.tree_mask, inputs.kwargs))
     # Other rows' queries are NaN.
     queries = inputs.q.clone()
     queries[:, ::2] = float("nan")
@@ -444,6 +558,45 @@ def test_output_may_be_strided_and_max_prefix_len_is_only_a_hint():
         assert same_bits(lse, want_lse)
 
 
+@formed_dtypes
+def test_buffers_are_reused_and_poisoned_in_between(form, dtype):
+    """Nothing of an earlier call is left in out, lse, the caches' free slots or the scratch."""
+    q = torch.empty(2, 40, 4, 64, dtype=dtype)
+    whole = attention_inputs(AttentionCase(40, (4, 2), 64, 90, batch=2, **form), dtype)
+    k_cache, v_cache = torch.empty_like(whole.k), torch.empty_like(whole.v)
+    out = torch.empty(2, 40, 4, whole.v.shape[-1], dtype=dtype)
+    lse = torch.empty(2, 40, 4)
+    for step, (nodes, prefix, chain) in enumerate(
+        [(40, 88, False), (1, 3, False), (33, 70, True), (7, 0, False), (40, 30, True)]
+    ):
+        case = AttentionCase(nodes, (4, 2), 64, prefix, batch=2, chain=chain, **form)
+        inputs = attention_inputs(case, dtype, seed=step)
+        want, want_lse = attend(inputs)
+        slots = inputs.k.shape[1]
+        for buffer in (q, k_cache, v_cache, out, lse):
+            buffer.fill_(float("nan"))
+        tree_attention(q, k_cache, v_cache, lens(90, 90), out=out, lse=lse, **scales(inputs))
+        assert out.isnan().all()
+        q[:, :nodes] = inputs.q
+        k_cache[:, :slots], v_cache[:, :slots] = inputs.k, inputs.v
+        tree_attention(
+            q[:, :nodes],
+            k_cache,
+            v_cache,
+            inputs.prefix_lens,
+            inputs.tree_mask,
+            out=out[:, :nodes],
+            lse=lse[:, :nodes],
+            **inputs.kwargs,
+        )
+        assert same_bits(out[:, :nodes], want) and same_bits(lse[:, :nodes], want_lse)
+        assert out[:, nodes:].isnan().all() and lse[:, nodes:].isnan().all()
+
+
+def scales(inputs: AttentionInputs) -> dict[str, Tensor]:
+    return {name: x for name, x in inputs.kwargs.items() if name in ("k_scale", "v_scale")}
+
+
 def test_result_is_contiguous_whatever_the_queries_strides():
     q = torch.randn(2, 3, 5, 16).transpose(1, 2)
     k, v = torch.randn(2, 9, 1, 16), torch.randn(2, 9, 1, 16)
@@ -453,21 +606,30 @@ def test_result_is_contiguous_whatever_the_queries_strides():
 # poison rule
 
 POISON = {"nan": float("nan"), "inf": float("inf"), "-inf": NEG_INF}
-poisons = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+# Float8 e4m3 has no infinity.
+poisons = pytest.mark.parametrize(
+    ("form", "dtype", "poison"),
+    [
+        pytest.param(form, dtype, poison, id=f"{name}-{dtype_name}-{poison_name}")
+        for name, form in FORMS.items()
+        for dtype_name, dtype in FLOATS.items()
+        for poison_name, poison in POISON.items()
+        if name == "plain" or (poison_name == "nan" and (name, dtype_name) != ("float8", "float64"))
+    ],
+)
 
 
-@dtypes
 @poisons
 @pytest.mark.parametrize("page_size", [None, 5], ids=["dense", "paged"])
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
-def test_invisible_slots_do_not_touch_the_result(dtype, poison, page_size, chain):
-    case = AttentionCase(33, (3, 1), 64, 130, window=90, chain=chain)
+def test_invisible_slots_do_not_touch_the_result(form, dtype, poison, page_size, chain):
+    case = AttentionCase(33, (3, 1), 64, 130, window=90, chain=chain, **form)
     inputs = attention_inputs(case, dtype)
     want, want_lse = attend(inputs)
     seen = visibility(inputs)
     for row in (0, 7, 20, 32):
         k, v = inputs.k.clone(), inputs.v.clone()
-        hidden = ~seen[0, row]
+        hidden = (~seen[0, row]).nonzero()[:, 0]
         k[0, hidden] = poison
         v[0, hidden] = poison
         kwargs = dict(inputs.kwargs)
@@ -479,24 +641,42 @@ def test_invisible_slots_do_not_touch_the_result(dtype, poison, page_size, chain
         assert same_bits(lse[:, row], want_lse[:, row])
 
 
-@dtypes
 @poisons
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
-def test_a_row_that_sees_poison_shows_it_and_no_other_does(dtype, poison, which, chain):
-    case = AttentionCase(33, (3, 1), 64, 130, window=90, chain=chain)
+def test_a_row_that_sees_poison_shows_it_and_no_other_does(form, dtype, poison, which, chain):
+    case = AttentionCase(33, (3, 1), 64, 130, window=90, chain=chain, **form)
     inputs = attention_inputs(case, dtype)
-    want, _ = attend(inputs)
+    want, want_lse = attend(inputs)
     seen = visibility(inputs)[0]
     for slot in (60, 128, 130, 131, 140, 162):
         changed = AttentionInputs(**vars(inputs))
         cache = getattr(inputs, which).clone()
         cache[0, slot, :, 3] = poison
         setattr(changed, f"{which}_cache", cache)
+        out, lse = attend(changed)
+        hit = seen[:, slot]
+        assert same_bits(out[0, ~hit], want[0, ~hit])
+        assert same_bits(lse[0, ~hit], want_lse[0, ~hit])
+        assert not out[0, hit].isfinite().all(-1).any()
+
+
+@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+def test_a_poisoned_page_of_the_latent_cache_stays_where_it_is(poison):
+    """K and V in one storage, the node's own slot included."""
+    case = AttentionCase(20, (16, 1), 576, 50, v_dim=512, latent=True, page_size=1)
+    inputs = attention_inputs(case, torch.bfloat16)
+    want, _ = attend(inputs)
+    seen = visibility(inputs)[0]
+    for slot in (50, 53, 61, 69):
+        cache = inputs.k_cache.clone()
+        cache[inputs.kwargs["page_table"][0, slot]] = poison
+        changed = AttentionInputs(**vars(inputs) | {"k_cache": cache})
+        changed.v_cache = cache[..., :512]
         out, _ = attend(changed)
         hit = seen[:, slot]
         assert same_bits(out[0, ~hit], want[0, ~hit])
-        assert not out[0, hit].isfinite().all(-1).any()
+        assert not out[0, hit].isfinite().any()
 
 
 def test_page_entries_past_the_tree_are_never_read():
@@ -576,12 +756,310 @@ def test_merging_parts_equals_the_whole(dtype):
     assert got[0] is again_out and same_bits(again_out, out) and same_bits(again_lse, lse)
 
 
-def test_empty_batches_and_no_nodes():
+MERGE_SHAPES = [(1, 1, 1, 1), (2, 3, 5, 37), (3, 65, 2, 80), (7, 3, 64), (1, 1, 3), (0, 3, 2, 8)]
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["packed", "strided"])
+@pytest.mark.parametrize("shape", MERGE_SHAPES, ids=str)
+def test_merging_odd_shapes_and_strides(shape, layout, dtype):
+    """Rows with both parts, with one and with none, against the formula in float64."""
+    g = torch.Generator().manual_seed(len(shape))
+
+    def parts() -> tuple[Tensor, Tensor]:
+        out = torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+        lse = 30 * torch.randn(*shape[:-1], generator=g)
+        return out, lse.masked_fill(torch.rand(*lse.shape, generator=g) < 0.4, NEG_INF)
+
+    (a, lse_a), (b, lse_b) = parts(), parts()
+    empty_a, empty_b = lse_a == NEG_INF, lse_b == NEG_INF
+    a, b = (x.masked_fill(e[..., None], float("nan")) for x, e in ((a, empty_a), (b, empty_b)))
+    out, lse = torch.full_like(a, float("nan")), torch.full_like(lse_a, float("nan"))
+    if layout == "strided":
+        # Heads before rows, and elements two apart.
+        a, b, out, lse_a, lse_b, lse = (
+            torch.stack([x, x], -1).transpose(-4, -3).contiguous().transpose(-4, -3)[..., 0]
+            if x.dim() > 2
+            else torch.stack([x, x], -1)[..., 0]
+            for x in (a, b, out, lse_a, lse_b, lse)
+        )
+        assert a.numel() < 2 or not a.is_contiguous()
+    merge_attention_states(a, lse_a, b, lse_b, out=out, lse=lse)
+    total = torch.logaddexp(lse_a.double(), lse_b.double())
+    total = torch.where(empty_a & empty_b, NEG_INF, total)
+    want = sum(
+        torch.where(e[..., None], 0, x.double() * (s.double() - total).exp()[..., None])
+        for x, s, e in ((a, lse_a, empty_a), (b, lse_b, empty_b))
+    )
+    torch.testing.assert_close(lse.double(), total, rtol=1e-6, atol=1e-6)
+    eps = max(torch.finfo(dtype).eps, 2.0**-23)
+    torch.testing.assert_close(out.double(), want, rtol=4 * eps, atol=8 * eps)
+    assert same_bits(out[empty_b & ~empty_a], a[empty_b & ~empty_a])
+    assert same_bits(out[empty_a & ~empty_b], b[empty_a & ~empty_b])
+    assert same_bits(lse[empty_b & ~empty_a], lse_a[empty_b & ~empty_a])
+    assert (out[empty_a & empty_b] == 0).all() and (lse[empty_a & empty_b] == NEG_INF).all()
+    fresh, fresh_lse = merge_attention_states(a, lse_a, b, lse_b)
+    assert same_bits(fresh, out) and same_bits(fresh_lse, lse)
+    oracle_out, oracle_lse = reference.merge_attention_states(a, lse_a, b, lse_b)
+    torch.testing.assert_close(oracle_out, out, rtol=4 * eps, atol=8 * eps)
+    torch.testing.assert_close(oracle_lse, lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("merge", [merge_attention_states, reference.merge_attention_states])
+def test_merging_keeps_a_non_finite_part_however_light(merge):
+    """A key that was seen and is not finite shows, even where its part's weight underflows."""
+    out = torch.tensor([[[float("inf"), float("nan"), 1.0]]])
+    heavy = merge(out, torch.tensor([[-200.0]]), torch.ones(1, 1, 3), torch.tensor([[0.0]]))[0]
+    assert heavy[0, 0].isnan().tolist() == [True, True, False] and heavy[0, 0, 2] == 1
+    both = merge(out, torch.tensor([[float("nan")]]), torch.ones(1, 1, 3), torch.zeros(1, 1))
+    assert both[0].isnan().all() and both[1].isnan().all()
+
+
+def test_merging_into_a_part():
+    a, b = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)
+    lse_a, lse_b = torch.randn(2, 3, 2), torch.randn(2, 3, 2)
+    want, want_lse = merge_attention_states(a, lse_a, b, lse_b)
+    merge_attention_states(a, lse_a, b, lse_b, out=b, lse=lse_a)
+    assert same_bits(b, want) and same_bits(lse_a, want_lse)
+
+
+WRONG_MERGE = [
+    ("rank", {"out_a": torch.ones(2, 8)}, ValueError, r"out_a: expected shape \[B, N, H, D\]"),
+    ("flat lse", {"lse_b": torch.ones(6, 4)}, ValueError, r"lse_b: .* = \(2, 3, 4\), got \(6, 4\)"),
+    ("dtype", {"out_b": torch.ones(2, 3, 4, 8).half()}, TypeError, "out_b: .*float32, got float16"),
+    ("lse dtype", {"lse_a": torch.ones(2, 3, 4).double()}, TypeError, "lse_a: .* got float64"),
+    ("missing", {"out_b": None}, TypeError, "out_b: expected a float32 tensor"),
+    ("out", {"out": torch.ones(2, 3, 4, 7)}, ValueError, "out: expected shape"),
+    (
+        "expanded",
+        {"lse": torch.ones(1, 3, 4).expand(2, 3, 4)},
+        ValueError,
+        "lse: expected a tensor to write to",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), [w[1:] for w in WRONG_MERGE], ids=[w[0] for w in WRONG_MERGE]
+)
+def test_wrong_arguments_of_merge_are_named(change, error, message):
+    out, lse = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 4)
+    with pytest.raises(error, match=message):
+        merge_attention_states(
+            **({"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse} | change)
+        )
+
+
+def test_empty_batches_no_nodes_and_empty_caches():
     for b, n in ((0, 3), (2, 0)):
         q = torch.randn(b, n, 2, 16)
         k = torch.randn(b, 5, 1, 16)
         out, lse = tree_attention(q, k, k, lens(*[1] * b), return_lse=True)
         assert out.shape == q.shape and lse.shape == (b, n, 2)
+    q = torch.randn(2, 3, 2, 16)
+    for k, table in ((torch.randn(2, 0, 1, 16), None), (torch.randn(0, 4, 1, 16), lens(0, 0))):
+        table = None if table is None else table.view(2, 1)[:, :0]
+        for tree_len in (0, 3):
+            out, lse = tree_attention(
+                q, k, k, lens(0, 0), tree_len=tree_len, page_table=table, return_lse=True
+            )
+            assert (out == 0).all() and (lse == NEG_INF).all()
+
+
+# float8 caches
+
+
+@pytest.mark.parametrize("dim", [256, 255], ids=["whole vectors", "odd"])
+@pytest.mark.parametrize("flush", [False, True], ids=["", "denormals flushed"])
+def test_every_float8_value_is_read_exactly(dim, flush):
+    """All bytes, subnormals and NaN included, as a key and as a value."""
+    codes = torch.arange(dim, dtype=torch.int32).to(torch.uint8).view(FLOAT8)
+    exact, scale = codes.double().float(), torch.tensor([0.3])
+    row = codes.view(1, 1, 1, dim)
+    torch.set_flush_denormal(flush)
+    try:
+        zero = torch.zeros(1, 1, 1, dim)
+        out = tree_attention(zero, zero.to(FLOAT8), row, lens(0), v_scale=scale).flatten()
+        assert out.isnan().tolist() == [i % 128 == 127 for i in range(dim)]
+        torch.testing.assert_close(out, exact * scale, rtol=0, atol=0, equal_nan=True)
+        # Query i reads element i of the key: its score is its LSE.
+        finite = torch.where(exact.isnan(), 0, exact).view(1, 1, 1, dim).to(FLOAT8)
+        q = torch.eye(dim).view(1, dim, 1, dim)
+        call = {"tree_len": 0, "sm_scale": 1.0, "k_scale": scale, "return_lse": True}
+        _, lse = tree_attention(q, finite, zero.to(FLOAT8), lens(1), **call)
+        want = finite.float().flatten() * scale
+        torch.testing.assert_close(lse.flatten(), want, rtol=2e-7, atol=1e-30)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("case", FLOAT8_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_float8_cache_is_the_float32_cache_of_its_values(case, dtype):
+    """Bit for bit: dequantised exactly, scaled in float32, everything else as ever."""
+    inputs = attention_inputs(case, dtype)
+    out, lse = attend(inputs)
+    wide = inputs.unscaled(torch.float32)
+    wide.q = inputs.q.float()
+    want, want_lse = attend(wide)
+    assert same_bits(out, want.to(dtype)) and same_bits(lse, want_lse)
+
+
+def test_a_float8_cache_without_scales_has_scale_one():
+    inputs = attention_inputs(FLOAT8_CASES[1], torch.bfloat16)
+    out, lse = attend(inputs, k_scale=torch.ones(1), v_scale=torch.ones(()))
+    want, want_lse = attend(inputs, k_scale=None, v_scale=None)
+    assert same_bits(out, want) and same_bits(lse, want_lse)
+
+
+# flat ragged queries
+
+
+VARLEN_CASES = [
+    AttentionCase(33, (4, 2), 64, 130, batch=4),
+    AttentionCase(20, (3, 1), 80, 60, batch=4, page_size=5, window=9, sinks=True, softcap=9.0),
+    AttentionCase(65, (2, 1), 37, 100, batch=4, chain=True),
+    AttentionCase(24, (3, 3), 64, 40, batch=4, chain=True, window=20, v_dim=48),
+    AttentionCase(66, (7, 1), 64, 30, batch=4, page_size=24, float8=True, v_dim=32),
+    AttentionCase(5, (2, 1), 64, 0, batch=4),
+]
+
+
+def flat(inputs: AttentionInputs, counts: list[int], padding: int = 0) -> dict[str, object]:
+    """Arguments of the varlen call: the first ``counts[b]`` slots of each request, then rows of
+    nobody whose queries, mask and depths are rubbish.
+    """
+
+    def rows(x: Tensor, rubbish: float) -> Tensor:
+        parts = [x[b, :count] for b, count in enumerate(counts)]
+        return torch.cat([*parts, x.new_full((padding, *x.shape[2:]), rubbish)])
+
+    call = dict(inputs.kwargs)
+    if "depths" in call:
+        call["depths"] = rows(call["depths"], 7)
+    if inputs.tree_mask is not None:
+        call["tree_mask"] = rows(inputs.tree_mask, -1)
+    return call | {
+        "q": rows(inputs.q, float("nan")),
+        "k_cache": inputs.k_cache,
+        "v_cache": inputs.v_cache,
+        "prefix_lens": inputs.prefix_lens,
+        "qo_indptr": lens(0, *(sum(counts[: b + 1]) for b in range(len(counts)))),
+        "max_q": inputs.q.shape[1],
+    }
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.name}-{name}")
+        for case in VARLEN_CASES
+        for name, dtype in FLOATS.items()
+        if not (case.float8 and dtype == torch.float64)
+    ],
+)
+def test_varlen_rows_are_the_dense_rows(case, dtype, padding):
+    """Bit for bit, whatever lies in slots that have no row, in idle requests and in padding."""
+    inputs = attention_inputs(case, dtype)
+    want, want_lse = attend(inputs)
+    counts = [case.nodes, 0, case.nodes // 2, 1]
+    k, v = inputs.k.clone(), inputs.v.clone()
+    for b, count in enumerate(counts):
+        stop = int(inputs.prefix_lens[b]) + count if count else 0
+        rubbish = torch.full(k[b, stop:].shape, float("nan"))
+        k[b, stop:], v[b, stop:] = rubbish.to(k.dtype), rubbish[..., : v.shape[3]].to(v.dtype)
+    inputs.k_cache, inputs.v_cache = k, v
+    if case.page_size is not None:
+        pages = paged(k, v, case.page_size, 3)
+        inputs.k_cache, inputs.v_cache, inputs.kwargs["page_table"] = pages
+    call = flat(inputs, counts, padding)
+    out, lse = nan_outputs(call["q"], inputs.v_cache)
+    tree_attention_varlen(**call, out=out, lse=lse, validate=True)
+    starts = call["qo_indptr"].tolist()
+    for b, count in enumerate(counts):
+        rows = slice(starts[b], starts[b + 1])
+        assert same_bits(out[rows], want[b, :count])
+        assert same_bits(lse[rows], want_lse[b, :count])
+    sinks = inputs.kwargs.get("sinks", torch.full(lse.shape[1:], NEG_INF))
+    assert (out[starts[-1] :] == 0).all()
+    assert (lse[starts[-1] :] == sinks).all()
+    if dtype == torch.float64:
+        exact, exact_lse = nan_outputs(call["q"], inputs.v_cache)
+        reference.tree_attention_out(**call, out=exact, lse=exact_lse)
+        torch.testing.assert_close(exact, out, rtol=0, atol=1e-13)
+        torch.testing.assert_close(exact_lse, lse, rtol=1e-6, atol=1e-6)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 4], ids=["", "window"])
+def test_varlen_rows_are_the_last_of_tree_len_slots(dtype, window):
+    """The draft head's way with a different number of new nodes in each request."""
+    slots, counts = 70, [5, 70, 0, 1]
+    inputs = attention_inputs(AttentionCase(slots, (4, 2), 64, 40, batch=4), dtype)
+    depths = tree_arrays(inputs.parents)[0]
+    extra = {} if window is None else {"window": window, "depths": depths}
+    want, _ = attend(inputs, **extra)
+    call = {
+        "k_cache": inputs.k_cache,
+        "v_cache": inputs.v_cache,
+        "prefix_lens": inputs.prefix_lens,
+        "qo_indptr": lens(0, 5, 75, 75, 76),
+        "validate": True,
+    }
+    q, mask = (
+        torch.cat([x[b, slots - count :] for b, count in enumerate(counts)])
+        for x in (inputs.q, inputs.tree_mask)
+    )
+    got = tree_attention_varlen(q, tree_mask=mask, tree_len=slots, **call, **extra)
+    rows = torch.cat([want[b, slots - count :] for b, count in enumerate(counts)])
+    if window is None:
+        # Without depths, slots that have no row are taken in ascending order.
+        got = tree_attention_varlen(q, tree_mask=mask, tree_len=slots, depths=depths, **call)
+    assert same_bits(got, rows)
+    chain = tree_attention_varlen(q, tree_len=slots, **call)
+    dense_chain = tree_attention(*inputs.args[:4])
+    rows = torch.cat([dense_chain[b, slots - count :] for b, count in enumerate(counts)])
+    assert same_bits(chain, rows)
+    prefix_only = tree_attention_varlen(q, tree_len=0, **call)
+    dense_prefix = tree_attention(*inputs.args[:4], tree_len=0)
+    rows = torch.cat([dense_prefix[b, slots - count :] for b, count in enumerate(counts)])
+    assert same_bits(prefix_only, rows)
+
+
+def test_varlen_rows_depend_on_no_neighbour_and_no_thread():
+    inputs = attention_inputs(VARLEN_CASES[0], torch.bfloat16)
+    counts = [33, 7, 0, 20]
+    call = flat(inputs, counts)
+    want, want_lse = tree_attention_varlen(**call, return_lse=True)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            out, lse = tree_attention_varlen(**call, return_lse=True)
+            assert same_bits(out, want) and same_bits(lse, want_lse)
+    finally:
+        torch.set_num_threads(threads)
+    changed = call | {"q": call["q"].clone(), "k_cache": inputs.k_cache.clone()}
+    changed["q"][33:40] = float("nan")
+    changed["k_cache"][1] = float("nan")
+    out = tree_attention_varlen(**changed)
+    assert same_bits(out[:33], want[:33]) and same_bits(out[40:], want[40:])
+    assert out[33:40].isnan().all()
+    # A bound on rows is only a bound; strided rows and outputs are honoured.
+    mask = torch.nn.functional.pad(call["tree_mask"], (0, 3))
+    wide = torch.full((want.shape[1], want.shape[0], 130), float("nan"), dtype=want.dtype)
+    options = call | {"max_q": 256, "tree_mask": mask, "out": wide.transpose(0, 1)[..., :64]}
+    assert same_bits(tree_attention_varlen(**options), want)
+
+
+def test_varlen_of_nobody():
+    k = torch.randn(0, 4, 1, 16)
+    out, lse = tree_attention_varlen(torch.randn(3, 2, 16), k, k, lens(), lens(0), return_lse=True)
+    assert (out == 0).all() and (lse == NEG_INF).all()
+    k = torch.randn(2, 4, 1, 16)
+    out = tree_attention_varlen(torch.randn(0, 2, 16), k, k, lens(1, 2), lens(0, 0, 0), max_q=0)
+    assert out.shape == (0, 2, 16)
 
 
 # arguments
@@ -595,6 +1073,10 @@ def base() -> dict[str, object]:
         "prefix_lens": lens(3, 4),
         "tree_mask": tree_mask([[-1, 0, 0, 1, 2]] * 2),
     }
+
+
+def float8() -> dict[str, object]:
+    return {f"{name}_cache": torch.zeros(2, 20, 2, 16).to(FLOAT8) for name in "kv"}
 
 
 WRONG = [
@@ -678,20 +1160,66 @@ WRONG = [
         ValueError,
         "q: expected a tensor that does not require grad",
     ),
-    ("ragged", {"qo_indptr": lens(0, 5, 10)}, NotImplementedError, "qo_indptr"),
-    ("max_q", {"max_q": 5}, NotImplementedError, "max_q"),
-    ("k_scale", {"k_scale": torch.ones(1)}, NotImplementedError, "k_scale"),
+    ("max_q", {"max_q": 5}, ValueError, "qo_indptr: expected a tensor beside max_q = 5, got None"),
     (
-        "float8",
-        {"k_cache": torch.zeros(2, 20, 2, 16).to(torch.float8_e4m3fn)},
-        NotImplementedError,
-        "k_cache: float8",
+        "ragged and dense",
+        {"qo_indptr": lens(0, 5, 10)},
+        ValueError,
+        r"q: expected shape \[total, Hq, D\]",
     ),
     (
-        "head dim of v",
-        {"v_cache": torch.randn(2, 20, 2, 8)},
-        NotImplementedError,
-        r"v_cache: a head dim \(8\) other than K's \(16\)",
+        "scale without float8",
+        {"k_scale": torch.ones(1)},
+        ValueError,
+        "k_scale: expected None beside float32 caches",
+    ),
+    (
+        "float8 keys only",
+        {"k_cache": torch.zeros(2, 20, 2, 16).to(FLOAT8)},
+        TypeError,
+        "v_cache: expected dtype float8_e4m3fn, got float32",
+    ),
+    (
+        "other float8",
+        {"k_cache": torch.zeros(2, 20, 2, 16).to(torch.float8_e5m2)},
+        TypeError,
+        "k_cache: expected dtype float32 or float8_e4m3fn, got float8_e5m2",
+    ),
+    (
+        "float64 beside float8",
+        float8() | {"q": torch.randn(2, 5, 4, 16).double()},
+        TypeError,
+        "k_cache: expected dtype float64, got float8_e4m3fn",
+    ),
+    (
+        "scale a number",
+        float8() | {"v_scale": 1.0},
+        TypeError,
+        "v_scale: expected a float32 tensor of one element, got float",
+    ),
+    (
+        "scale dtype",
+        float8() | {"k_scale": torch.ones(1).half()},
+        TypeError,
+        "k_scale: expected a float32 tensor of one element, got float16",
+    ),
+    (
+        "scale per head",
+        float8() | {"v_scale": torch.ones(2)},
+        ValueError,
+        r"v_scale: expected one element, got shape \(2,\)",
+    ),
+    (
+        "out has K's head dim",
+        {"v_cache": torch.randn(2, 20, 2, 8), "out": torch.empty(2, 5, 4, 16)},
+        ValueError,
+        r"out: expected shape \[B, N, Hq, Dv\] = \(2, 5, 4, 8\)",
+    ),
+    (
+        "head dim of v 0",
+        {"v_cache": torch.randn(2, 20, 2, 0)},
+        ValueError,
+        "v_cache: expected a head dim of at least 1",
     ),
 ]
 
@@ -702,6 +1230,105 @@ WRONG = [
 def test_wrong_arguments_are_named(change, error, message):
     with pytest.raises(error, match=message):
         tree_attention(**(base() | change))
+
+
+def flat_base() -> dict[str, object]:
+    """Two requests of 3 and 5 rows."""
+    mask = torch.tensor([1, 3, 5, 1, 3, 5, 11, 19])
+    return {
+        "q": torch.randn(8, 4, 16),
+        "k_cache": torch.randn(2, 20, 2, 16),
+        "v_cache": torch.randn(2, 20, 2, 16),
+        "prefix_lens": lens(3, 4),
+        "qo_indptr": lens(0, 3, 8),
+        "tree_mask": mask.view(8, 1),
+        "max_q": 5,
+    }
+
+
+WRONG_VARLEN = [
+    ("no indptr", {"qo_indptr": None}, TypeError, "qo_indptr: expected an int32 tensor"),
+    ("rank", {"q": torch.randn(1, 8, 4, 16)}, ValueError, r"q: expected shape \[total, Hq, D\]"),
+    ("int64", {"qo_indptr": lens(0, 3, 8).long()}, TypeError, "qo_indptr: expected dtype int32"),
+    ("no entries", {"qo_indptr": lens()}, ValueError, r"qo_indptr: expected shape \[B \+ 1\]"),
+    ("start", {"qo_indptr": lens(1, 3, 8)}, ValueError, r"qo_indptr\[0\]: expected 0, got 1"),
+    ("order", {"qo_indptr": lens(0, 3, 2)}, ValueError, r"qo_indptr\[2\]: expected 3 to 8 .*got 2"),
+    (
+        "past q",
+        {"qo_indptr": lens(0, 3, 9)},
+        ValueError,
+        r"qo_indptr\[2\]: expected 3 to 8 .*got 9",
+    ),
+    (
+        "more rows than max_q",
+        {"max_q": 4},
+        ValueError,
+        "qo_indptr: expected at most max_q = 4 rows of request 1, got 5",
+    ),
+    (
+        "more rows than slots",
+        {"tree_len": 4},
+        ValueError,
+        "qo_indptr: expected at most tree_len = 4 rows of request 1, got 5",
+    ),
+    ("lens", {"prefix_lens": lens(3)}, ValueError, r"prefix_lens: .* = \(2\), got \(1,\)"),
+    (
+        "mask of max_q",
+        {"max_q": 65},
+        ValueError,
+        r"tree_mask: expected shape \[total, ceil\(max_q / 64\)\] = \(8, 2\), got \(8, 1\)",
+    ),
+    (
+        "mask of tree_len",
+        {"tree_len": 70},
+        ValueError,
+        r"tree_mask: expected shape \[total, ceil\(tree_len / 64\)\] = \(8, 2\)",
+    ),
+    (
+        "dense mask",
+        {"tree_mask": torch.ones(2, 5, 1).long()},
+        ValueError,
+        "tree_mask: expected sha",
+    ),
+    (
+        "mask rows",
+        {"tree_mask": torch.ones(7, 1).long()},
+        ValueError,
+        r"tree_mask: .* got \(7, 1\)",
+    ),
+    (
+        "dense depths",
+        {"depths": torch.zeros(2, 5).int(), "window": 3},
+        ValueError,
+        r"depths: expected shape \[total\] = \(8\)",
+    ),
+    (
+        "flat depths",
+        {"depths": lens(*range(8)), "window": 3, "tree_len": 9},
+        ValueError,
+        r"depths: expected shape \[B, tree_len\] = \(2, 9\)",
+    ),
+    ("no depths", {"window": 3}, ValueError, "depths: .* with window and tree_mask, got None"),
+    (
+        "window of no tree",
+        {"window": 3, "tree_len": 0, "tree_mask": None},
+        ValueError,
+        "window: expected tree_len > 0",
+    ),
+    ("max_q", {"max_q": -1}, ValueError, "max_q: expected at least 0, got -1"),
+    ("cache", {"k_cache": torch.randn(3, 20, 2, 16)}, ValueError, r"k_cache: .* = \(2, any"),
+    ("out", {"out": torch.empty(8, 4, 8)}, ValueError, r"out: .* \[total, Hq, Dv\] = \(8, 4, 16\)"),
+    ("lse", {"lse": torch.empty(2, 5, 4)}, ValueError, r"lse: expected shape \[total, Hq\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), [w[1:] for w in WRONG_VARLEN], ids=[w[0] for w in WRONG_VARLEN]
+)
+def test_wrong_arguments_of_varlen_are_named(change, error, message):
+    tree_attention_varlen(**flat_base())
+    with pytest.raises(error, match=message):
+        tree_attention_varlen(**(flat_base() | change))
 
 
 def test_grad_is_allowed_without_grad_mode():
@@ -728,9 +1355,33 @@ INVALID = [
     (
         "bit past the tree",
         {"tree_mask": torch.full((2, 5, 1), -1)},
-        r"tree_mask\[0, 0\]: expected no bit at or past tree_len = 5",
+        r"tree_mask\[0, 0\]: expected no bit at or past the 5 tree slots of request 0",
     ),
     ("page id", {"page_table": torch.tensor([[1, 0], [1, 2]]).int()}, r"page_table\[1, 1\].*got 2"),
+    (
+        "bound of prefix_lens",
+        {"max_prefix_len": 3},
+        r"prefix_lens\[1\]: expected at most max_prefix_len = 3, got 4",
+    ),
+    (
+        "depth below the root",
+        {"depths": torch.tensor([[0, 1, 1, 2, 3], [0, 1, -1, 2, 3]]).int()},
+        r"depths\[1, 2\]: expected 0 to 4 for a slot of request 1, got -1",
+    ),
+    (
+        "depth past the tree",
+        {"depths": torch.tensor([[0, 1, 1, 2, 5], [0, 1, 1, 2, 3]]).int()},
+        r"depths\[0, 4\]: expected 0 to 4 .* got 5",
+    ),
+    *(
+        (
+            f"{name} {value}",
+            float8() | {name: torch.tensor([value])},
+            f"{name}: expected a positive finite number",
+        )
+        for name in ("k_scale", "v_scale")
+        for value in (0.0, -1.0, float("nan"), float("inf"))
+    ),
 ]
 
 
@@ -747,9 +1398,56 @@ def test_validate_reads_the_values(change, message):
     assert tree_attention(**inputs).shape == inputs["q"].shape
 
 
+INVALID_VARLEN = [
+    ("lens past the cache", {"prefix_lens": lens(3, 21)}, r"prefix_lens\[1\]"),
+    ("no room", {"prefix_lens": lens(18, 4)}, r"prefix_lens\[0\]: expected at most 17.*got 18"),
+    (
+        "bit of another request's slot",
+        {"tree_mask": torch.tensor([1, 3, 9, 1, 3, 5, 11, 19]).view(8, 1)},
+        r"tree_mask\[2\]: expected no bit at or past the 3 tree slots of request 0",
+    ),
+    (
+        "depth",
+        {"depths": lens(0, 1, 1, 0, 1, 9, 2, 2)},
+        r"depths\[5\]: expected 0 to 4 for a slot of request 1, got 9",
+    ),
+    (
+        "page id",
+        {"page_table": torch.tensor([[2, 9], [1, 9]]).int()},
+        r"page_table\[0, 0\].*from 0 to 1, got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [w[1:] for w in INVALID_VARLEN], ids=[w[0] for w in INVALID_VARLEN]
+)
+def test_validate_reads_the_values_of_varlen(change, message):
+    tree_attention_varlen(**flat_base(), validate=True)
+    inputs = flat_base() | change
+    with pytest.raises(ValueError, match=message):
+        tree_attention_varlen(**inputs, validate=True)
+    assert tree_attention_varlen(**inputs).shape == inputs["q"].shape
+
+
+def test_validation_by_environment():
+    code = (
+        "import torch, eagle2_kernels as ek\n"
+        "k = torch.zeros(1, 4, 1, 8)\n"
+        "ek.tree_attention(torch.zeros(1, 2, 1, 8), k, k, torch.tensor([3], dtype=torch.int32))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"EAGLE2_VALIDATE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "ValueError: prefix_lens[0]: expected at most 2" in run.stderr
+
+
 def test_validate_accepts_what_is_right():
     tree_attention(**base(), validate=True)
-    for case in ATTENTION_CASES[:12]:
+    for case in (*ATTENTION_CASES[:12], *FLOAT8_CASES):
         inputs = attention_inputs(case, torch.float32)
         tree_attention(*inputs.args, **inputs.kwargs, validate=True)
 
@@ -787,6 +1485,16 @@ def test_hostile_values_stay_inside_the_cache():
             assert out.isfinite().all()
 
 
+def test_keys_past_two_to_the_31():
+    """Page 319 of pages 7 864 320 elements apart lies 2 508 718 080 elements in."""
+    pool = torch.empty(319 * 7_864_320 + 64, dtype=torch.uint8)  # one page of it is touched
+    pool[-64:] = 0x3C  # 1.5 in float8 e4m3
+    cache = pool.view(FLOAT8).as_strided((320, 1, 1, 64), (7_864_320, 64, 64, 1))
+    table = lens(319).view(1, 1)
+    out = tree_attention(torch.randn(1, 1, 1, 64), cache, cache, lens(0), page_table=table)
+    assert (out == 1.5).all()
+
+
 def test_page_ids_above_sixteen_bits():
     pages = 66_000
     k = torch.zeros(pages, 1, 1, 8)
@@ -799,23 +1507,41 @@ def test_page_ids_above_sixteen_bits():
 # the op as PyTorch sees it
 
 
-def op_arguments(case: AttentionCase) -> tuple[tuple, dict]:
-    inputs = attention_inputs(case, torch.float32)
-    out = torch.empty_like(inputs.q)
-    return inputs.args, inputs.kwargs | {"out": out, "lse": torch.empty(inputs.q.shape[:3])}
+def op_arguments(case: AttentionCase, counts: list[int] | None) -> dict[str, object]:
+    inputs = attention_inputs(case, torch.bfloat16)
+    names = ("q", "k_cache", "v_cache", "prefix_lens", "tree_mask")
+    call = dict(zip(names, inputs.args, strict=True)) | inputs.kwargs
+    if counts is not None:
+        call = flat(inputs, counts, padding=1)
+    out, lse = nan_outputs(call["q"], call["v_cache"])
+    return call | {"out": out, "lse": lse}
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "counts"),
     [
-        AttentionCase(5, (4, 2), 16, 9, window=4, softcap=2.0, sinks=True, page_size=4, kv_chunk=3),
-        AttentionCase(5, (4, 2), 16, 9, chain=True),
+        (
+            AttentionCase(
+                5, (4, 2), 16, 9, window=4, softcap=2.0, sinks=True, page_size=4, kv_chunk=3
+            ),
+            None,
+        ),
+        (AttentionCase(5, (4, 2), 16, 9, chain=True), None),
+        (AttentionCase(5, (2, 1), 16, 9, batch=2, v_dim=8, window=3), [3, 5]),
     ],
-    ids=lambda c: c.name,
+    ids=["every option", "chain", "ragged"],
 )
-def test_opcheck_tree_attention(case):
-    args, kwargs = op_arguments(case)
-    torch.library.opcheck(torch.ops.eagle2_kernels.tree_attention_out.default, args, kwargs)
+def test_opcheck_tree_attention(case, counts):
+    call = op_arguments(case, counts)
+    torch.library.opcheck(torch.ops.eagle2_kernels.tree_attention_out.default, (), call)
+
+
+def test_opcheck_of_a_float8_cache():
+    call = op_arguments(AttentionCase(5, (2, 1), 16, 9, float8=True), None)
+    # The schema's test does arithmetic with its arguments, which float8 has none of.
+    tests = ("test_autograd_registration", "test_faketensor")
+    op = torch.ops.eagle2_kernels.tree_attention_out.default
+    torch.library.opcheck(op, (), call, test_utils=tests)
 
 
 def test_opcheck_merge():
@@ -837,11 +1563,43 @@ def test_the_op_refuses_what_would_read_out_of_bounds():
         {"depths": torch.ones(2, 4).int()},
         {"sinks": torch.randn(3)},
         {"k_scale": torch.ones(1)},
-        {"qo_indptr": lens(0, 5, 10)},
+        {"max_q": 5},
     ):
         args = good | change
-        with pytest.raises((RuntimeError, NotImplementedError), match=next(iter(change))):
+        with pytest.raises(RuntimeError, match=next(iter(change))):
             op(**args, out=torch.empty_like(good["q"]))
+    ragged = flat_base()
+    for change in (
+        {"q": torch.randn(1, 8, 4, 16)},
+        {"qo_indptr": lens()},
+        {"qo_indptr": lens(0, 3, 9)},
+        {"qo_indptr": lens(0, 3, 2)},
+        {"qo_indptr": lens(-1, 3, 8)},
+        {"qo_indptr": lens(0, 3, 8), "max_q": 4},
+        {"qo_indptr": lens(0, 3, 8), "tree_len": 4},
+        {"tree_mask": torch.ones(8, 2).long()},
+        {"tree_mask": torch.ones(7, 1).long()},
+        {"prefix_lens": lens(3)},
+        {"depths": torch.ones(2, 5).int()},
+        {"k_cache": torch.randn(1, 20, 2, 16)},
+        {"lse": torch.empty(7, 4)},
+        {"out": torch.empty(7, 4, 16)},
+        {"out": torch.empty(8, 4, 16).half()},
+    ):
+        with pytest.raises(RuntimeError, match=next(iter(change))):
+            op(**({"out": torch.empty(8, 4, 16)} | ragged | change))
+    for change in (
+        {"k_scale": torch.ones(2)},
+        {"v_scale": torch.ones(1).double()},
+        {"v_cache": good["v_cache"]},
+    ):
+        with pytest.raises(RuntimeError, match=next(iter(change))):
+            op(**(good | float8() | change), out=torch.empty_like(good["q"]))
+    with pytest.raises(RuntimeError, match="q: expected float32, float16 or bfloat16 beside"):
+        op(
+            **(good | float8() | {"q": good["q"].double()}),
+            out=torch.empty_like(good["q"]).double(),
+        )
     with pytest.raises(RuntimeError, match="k_cache: expected size 17"):
         op(**(good | {"q": torch.randn(2, 5, 4, 17)}), out=torch.empty(2, 5, 4, 17))
     with pytest.raises(RuntimeError, match="out"):
@@ -863,6 +1621,24 @@ def test_compiles_without_graph_breaks_and_recompiles_at_most_once():
         inputs = attention_inputs(AttentionCase(nodes, (2, 1), 16, nodes + 3), torch.float32)
         got, got_lse = compiled(*inputs.args, return_lse=True)
         want, want_lse = attend(inputs)
+        assert same_bits(got, want) and same_bits(got_lse, want_lse)
+    assert count <= 2
+
+
+def test_varlen_compiles_and_recompiles_at_most_once():
+    count = 0
+
+    def backend(module, _):
+        nonlocal count
+        count += 1
+        return module
+
+    compiled = torch.compile(tree_attention_varlen, fullgraph=True, backend=backend, dynamic=True)
+    for nodes in (5, 6, 9, 33):
+        case = AttentionCase(nodes, (2, 1), 16, nodes + 5, batch=2, v_dim=24)
+        call = flat(attention_inputs(case, torch.float32), [nodes, nodes - 3])
+        got, got_lse = compiled(**call, return_lse=True)
+        want, want_lse = tree_attention_varlen(**call, return_lse=True)
         assert same_bits(got, want) and same_bits(got_lse, want_lse)
     assert count <= 2
 

@@ -1,6 +1,7 @@
 // tree_attention and merge_attention_states on the CPU: argument checks, choice of instruction set,
 // threads. The arithmetic is in attention_kernel.h.
 #include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
@@ -140,23 +141,24 @@ Isa detect_isa() {
   return Isa::kBaseline;
 }
 
-template <typename T>
+template <typename C>
 void attend_all(const AttentionParams& params) {
-  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using A = std::conditional_t<std::is_same_v<C, double>, double, float>;
   static const Isa isa = detect_isa();
-  parallel_for(params.batch * params.kv_heads * params.splits, 1, [&](int64_t begin, int64_t end) {
+  const int64_t requests = params.batch + (params.padding_rows > 0 ? 1 : 0);
+  parallel_for(requests * params.kv_heads * params.splits, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       switch (isa) {
 #ifdef EAGLE2_X86_DISPATCH
         case Isa::kAvx512:
-          avx512::attend<T, A>(params, task);
+          avx512::attend<C, A>(params, task);
           break;
         case Isa::kAvx2:
-          avx2::attend<T, A>(params, task);
+          avx2::attend<C, A>(params, task);
           break;
 #endif
         default:
-          baseline::attend<T, A>(params, task);
+          baseline::attend<C, A>(params, task);
       }
     }
   });
@@ -185,51 +187,123 @@ double scalar_at(const Tensor& tensor, int64_t offset) {
   }
 }
 
-template <typename T>
-void tree_attention_typed(AttentionParams& p, const Tensor& q, const Tensor& k_cache,
-                          const Tensor& v_cache, const Tensor& out, bool paged) {
-  const auto query = view<T, 4>(q, "q");
-  const auto k = view<T, 4>(k_cache, "k_cache");
-  const auto v = view<T, 4>(v_cache, "v_cache");
-  const auto result = mutable_view<T, 4>(out, "out");
-  p.batch = query.size[0];
+// Sizes and strides of a [., ., heads, dim] tensor of any dtype; flat rows [., heads, dim] are read
+// as one block of them.
+struct Rows {
+  int64_t size[4], stride[4];
+  int added;  // dimensions the tensor does not have
+};
+
+Rows rows_of(const Tensor& tensor, const char* name, bool flat) {
+  const int added = flat ? 1 : 0;
+  if (tensor.dim() != 4 - added) {
+    fail(name, ": expected ", 4 - added, " dimensions, got ", tensor.dim());
+  }
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  Rows rows = {{1}, {0}, added};
+  for (int i = added; i < 4; ++i) {
+    rows.size[i] = sizes[i - added];
+    rows.stride[i] = strides[i - added];
+  }
+  if (rows.size[3] < 1) fail(name, ": expected a head dim of at least 1, got ", rows.size[3]);
+  if (rows.size[3] > 1 && rows.stride[3] != 1) {
+    fail(name, ": expected a contiguous last dimension, got stride ", rows.stride[3]);
+  }
+  return rows;
+}
+
+void check_rows(const Rows& rows, const char* name, std::initializer_list<int64_t> want) {
+  int i = 0;
+  for (const int64_t size : want) {
+    if (size >= 0 && rows.size[i] != size) {
+      fail(name, ": expected size ", size, " in dimension ", i - rows.added, ", got ",
+           rows.size[i]);
+    }
+    ++i;
+  }
+}
+
+void check_dtype(const Tensor& tensor, const char* name, ScalarType want, const char* why) {
+  if (tensor.scalar_type() != want) {
+    fail(name, ": expected dtype ", torch::headeronly::toString(want), why, ", got ",
+         torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
+float scale_of(const std::optional<Tensor>& scale, const char* name, bool float8) {
+  if (!scale.has_value()) return 1.0f;
+  if (!float8) fail(name, ": expected none, the caches are not float8");
+  check_dtype(*scale, name, ScalarType::Float, "");
+  if (scale->numel() != 1) fail(name, ": expected one element, got ", scale->numel());
+  return *static_cast<const float*>(scale->const_data_ptr());
+}
+
+// Fills in what q, the caches and out say.
+void set_rows(AttentionParams& p, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+              const Tensor& out, bool flat, bool paged) {
+  const Rows query = rows_of(q, "q", flat);
+  const Rows k = rows_of(k_cache, "k_cache", false);
+  const Rows v = rows_of(v_cache, "v_cache", false);
+  const Rows result = rows_of(out, "out", flat);
+  p.q_type = q.scalar_type();
+  check_dtype(out, "out", p.q_type, " like q");
+  check_written(out, "out");
+  if (k_cache.scalar_type() != ScalarType::Float8_e4m3fn) {
+    check_dtype(k_cache, "k_cache", p.q_type, " like q");
+  } else if (p.q_type != ScalarType::Float && p.q_type != ScalarType::Half &&
+             p.q_type != ScalarType::BFloat16) {
+    fail("q: expected float32, float16 or bfloat16 beside float8 caches, got ",
+         torch::headeronly::toString(p.q_type));
+  }
+  check_dtype(v_cache, "v_cache", k_cache.scalar_type(), " like k_cache");
+
+  if (!flat) p.batch = query.size[0];
   p.nodes = query.size[1];
   p.q_heads = query.size[2];
-  p.head_dim = query.size[3];
+  p.k_dim = query.size[3];
+  p.v_dim = v.size[3];
   p.num_blocks = k.size[0];
   p.page_size = k.size[1];
   p.kv_heads = k.size[2];
-  if (p.head_dim < 1) fail("q: expected a head dim of at least 1, got ", p.head_dim);
   if (p.kv_heads < 1 || p.q_heads < 1 || p.q_heads % p.kv_heads != 0) {
     fail("q: expected a multiple of the ", p.kv_heads, " KV heads, got ", p.q_heads, " heads");
   }
   p.group = p.q_heads / p.kv_heads;
-  check_shape(k, "k_cache", {paged ? -1 : p.batch, -1, -1, p.head_dim});
-  if (v.size[3] != p.head_dim) {
-    fail("v_cache: a head dim (", v.size[3], ") other than K's (", p.head_dim,
-         ") has no kernel yet");
-  }
-  check_shape(v, "v_cache", {p.num_blocks, p.page_size, p.kv_heads, p.head_dim});
-  check_shape(result, "out", {p.batch, p.nodes, p.q_heads, p.head_dim});
-  const auto contiguous = [](const auto& t, const char* name) {
-    if (t.size[3] > 1 && t.stride[3] != 1) {
-      fail(name, ": expected a contiguous last dimension, got stride ", t.stride[3]);
-    }
-  };
-  contiguous(query, "q");
-  contiguous(k, "k_cache");
-  contiguous(v, "v_cache");
-  contiguous(result, "out");
-  p.q = query.data;
-  p.k = k.data;
-  p.v = v.data;
-  p.out = result.data;
+  check_rows(k, "k_cache", {paged ? -1 : p.batch, -1, -1, p.k_dim});
+  check_rows(v, "v_cache", {p.num_blocks, p.page_size, p.kv_heads, -1});
+  check_rows(result, "out", {query.size[0], p.nodes, p.q_heads, p.v_dim});
+  p.q = q.const_data_ptr();
+  p.k = k_cache.const_data_ptr();
+  p.v = v_cache.const_data_ptr();
+  p.out = out.mutable_data_ptr();
   for (int i = 0; i < 3; ++i) {
     p.q_stride[i] = query.stride[i];
     p.k_stride[i] = k.stride[i];
     p.v_stride[i] = v.stride[i];
     p.out_stride[i] = result.stride[i];
   }
+}
+
+// Flat ragged queries: every row must belong to one request at most.
+void set_indptr(AttentionParams& p, const View<const int32_t, 1>& indptr, int64_t max_q) {
+  const int64_t total = p.nodes;
+  if (max_q < 0) fail("max_q: expected a number of rows, got ", max_q);
+  if (indptr(0) != 0) fail("qo_indptr[0]: expected 0, got ", indptr(0));
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t start = indptr(b), stop = indptr(b + 1);
+    if (stop < start || stop > total) {
+      fail("qo_indptr[", b + 1, "]: expected ", start, " to ", total, ", got ", stop);
+    }
+    const int64_t most = p.tree_len > 0 ? std::min(max_q, p.tree_len) : max_q;
+    if (stop - start > most) {
+      fail("qo_indptr: expected at most ", most, " rows of request ", b, ", got ", stop - start);
+    }
+  }
+  p.qo_indptr = indptr.data;
+  p.indptr_stride = indptr.stride[0];
+  p.padding_rows = total - indptr(p.batch);
+  p.nodes = std::min(max_q, total);
 }
 
 void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -242,33 +316,32 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                         std::optional<int64_t> kv_chunk, const Tensor& out,
                         const std::optional<Tensor>& lse) {
-  if (qo_indptr.has_value() || max_q.has_value()) {
-    fail("qo_indptr: flat ragged queries have no kernel yet");
-  }
-  if (k_scale.has_value() || v_scale.has_value()) {
-    fail("k_scale, v_scale: float8 caches have no kernel yet");
-  }
+  const bool ragged = qo_indptr.has_value();
+  if (max_q.has_value() && !ragged) fail("max_q: expected qo_indptr beside it");
   if (max_prefix_len.has_value() && *max_prefix_len < 0) {
     fail("max_prefix_len: expected a length, got ", *max_prefix_len);
   }
   AttentionParams p{};
-  const ScalarType dtype = q.scalar_type();
-  switch (dtype) {
-    case ScalarType::Double:
-      tree_attention_typed<double>(p, q, k_cache, v_cache, out, page_table.has_value());
-      break;
-    case ScalarType::Float:
-      tree_attention_typed<float>(p, q, k_cache, v_cache, out, page_table.has_value());
-      break;
-    case ScalarType::Half:
-      tree_attention_typed<c10::Half>(p, q, k_cache, v_cache, out, page_table.has_value());
-      break;
-    case ScalarType::BFloat16:
-      tree_attention_typed<c10::BFloat16>(p, q, k_cache, v_cache, out, page_table.has_value());
-      break;
-    default:
-      fail("q: expected float64, float32, float16 or bfloat16, got ",
-           torch::headeronly::toString(dtype));
+  const auto indptr = view<int32_t, 1>(qo_indptr, "qo_indptr");
+  if (ragged) {
+    if (indptr.size[0] < 1) fail("qo_indptr: expected B + 1 entries, got none");
+    p.batch = indptr.size[0] - 1;
+  }
+  set_rows(p, q, k_cache, v_cache, out, ragged, page_table.has_value());
+  const int64_t total = p.nodes;  // ragged: rows of q
+  const bool float8 = k_cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  p.k_scale = scale_of(k_scale, "k_scale", float8);
+  p.v_scale = scale_of(v_scale, "v_scale", float8);
+
+  if (tree_len.has_value() && (*tree_len < 0 || *tree_len > std::numeric_limits<int32_t>::max())) {
+    fail("tree_len: expected 0 or more, got ", *tree_len);
+  }
+  p.tree_len = tree_len.value_or(ragged ? -1 : p.nodes);
+  const bool slots_are_rows = p.tree_len < 0;
+  if (ragged) {
+    set_indptr(p, indptr, max_q.value_or(total));
+  } else if (p.tree_len != 0 && p.tree_len < p.nodes) {
+    fail("tree_len: expected 0 or at least the ", p.nodes, " queries, got ", p.tree_len);
   }
 
   const auto lens = view<int32_t, 1>(prefix_lens, "prefix_lens");
@@ -289,31 +362,41 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
     p.capacity = p.page_size;
   }
 
-  p.tree_len = tree_len.value_or(p.nodes);
-  if (p.tree_len != 0 && p.tree_len < p.nodes) {
-    fail("tree_len: expected 0 or at least the ", p.nodes, " queries, got ", p.tree_len);
-  }
-  if (p.tree_len < 0 || p.tree_len > std::numeric_limits<int32_t>::max()) {
-    fail("tree_len: expected 0 or more, got ", p.tree_len);
-  }
-  const auto mask = view<int64_t, 3>(tree_mask, "tree_mask");
   if (tree_mask.has_value()) {
-    check_shape(mask, "tree_mask", {p.batch, p.nodes, (p.tree_len + 63) / 64});
-    // An empty tensor may have no memory: with tree_len 0 there is no word to read.
-    if (p.tree_len > 0) p.mask = mask.data;
-    for (int i = 0; i < 3; ++i) p.mask_stride[i] = mask.stride[i];
+    const int64_t words = ((slots_are_rows ? max_q.value_or(total) : p.tree_len) + 63) / 64;
+    const int64_t* data = nullptr;
+    if (ragged) {
+      const auto mask = view<int64_t, 2>(tree_mask, "tree_mask");
+      check_shape(mask, "tree_mask", {total, words});
+      p.mask_stride[1] = mask.stride[0];
+      p.mask_stride[2] = mask.stride[1];
+      data = mask.data;
+    } else {
+      const auto mask = view<int64_t, 3>(tree_mask, "tree_mask");
+      check_shape(mask, "tree_mask", {p.batch, p.nodes, words});
+      std::copy_n(mask.stride, 3, p.mask_stride);
+      data = mask.data;
+    }
+    // An empty tensor may have no memory: without slots there is no word to read.
+    if (words > 0) p.mask = data;
   }
-  const auto depth = view<int32_t, 2>(depths, "depths");
   if (depths.has_value()) {
-    check_shape(depth, "depths", {p.batch, p.tree_len});
-    p.depths = depth.data;
-    p.depths_stride[0] = depth.stride[0];
-    p.depths_stride[1] = depth.stride[1];
+    if (slots_are_rows) {
+      const auto depth = view<int32_t, 1>(depths, "depths");
+      check_shape(depth, "depths", {total});
+      p.depths = depth.data;
+      p.depths_stride[1] = depth.stride[0];
+    } else {
+      const auto depth = view<int32_t, 2>(depths, "depths");
+      check_shape(depth, "depths", {p.batch, p.tree_len});
+      p.depths = depth.data;
+      std::copy_n(depth.stride, 2, p.depths_stride);
+    }
   }
   if (window.has_value()) {
     if (*window < 1) fail("window: expected at least 1 key, got ", *window);
     if (p.tree_len == 0) fail("window: with tree_len 0 the queries have no position");
-    if (p.mask != nullptr && p.depths == nullptr) {
+    if (p.mask != nullptr && !depths.has_value()) {
       fail("depths: needed with window, a slot of a tree does not tell its position");
     }
     p.window = *window;
@@ -322,8 +405,8 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
     fail("softcap: expected 0 (off) or a positive number, got ", softcap);
   }
   p.softcap = softcap;
-  p.scale = sm_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.chunk = kv_chunk.value_or(default_chunk(p.head_dim));
+  p.scale = sm_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.k_dim)));
+  p.chunk = kv_chunk.value_or(default_chunk(p.k_dim));
   if (p.chunk < 1 || p.chunk > kMaxChunk) {
     fail("kv_chunk: expected 1 to ", kMaxChunk, " keys, got ", p.chunk);
   }
@@ -337,51 +420,86 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
     }
     p.sinks = sink_values.data();
   }
-  if (lse.has_value()) {
+  if (lse.has_value() && ragged) {
+    const auto sums = mutable_view<float, 2>(*lse, "lse");
+    check_shape(sums, "lse", {total, p.q_heads});
+    p.lse = sums.data;
+    p.lse_stride[1] = sums.stride[0];
+    p.lse_stride[2] = sums.stride[1];
+  } else if (lse.has_value()) {
     const auto sums = mutable_view<float, 3>(*lse, "lse");
     check_shape(sums, "lse", {p.batch, p.nodes, p.q_heads});
     p.lse = sums.data;
-    for (int i = 0; i < 3; ++i) p.lse_stride[i] = sums.stride[i];
+    std::copy_n(sums.stride, 3, p.lse_stride);
   }
-  if (p.batch == 0 || p.nodes == 0) return;
+  if (total == 0 || (p.batch == 0 && !ragged)) return;
 
   // Parts of the nodes repeat the loading of keys, so there are only as many as keep the threads
   // busy.
   const int64_t threads = torch::stable::get_num_threads();
-  const int64_t tasks = p.batch * p.kv_heads;
+  const int64_t tasks = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
   p.splits = 1;
   if (tasks % threads != 0 && tasks < 4 * threads) {
-    p.splits = std::min(p.nodes, tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
+    p.splits = std::min(std::max<int64_t>(p.nodes, 1),
+                        tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
   }
 
-  switch (dtype) {
+  switch (k_cache.scalar_type()) {
     case ScalarType::Double:
       return attend_all<double>(p);
     case ScalarType::Float:
       return attend_all<float>(p);
     case ScalarType::Half:
       return attend_all<c10::Half>(p);
-    default:
+    case ScalarType::BFloat16:
       return attend_all<c10::BFloat16>(p);
+    case ScalarType::Float8_e4m3fn:
+      return attend_all<c10::Float8_e4m3fn>(p);
+    default:
+      fail("q: expected float64, float32, float16 or bfloat16, got ",
+           torch::headeronly::toString(p.q_type));
   }
+}
+
+// A [B, N, H, D] or [rows, H, D] tensor (without D: an LSE) as [B, N, H, D].
+template <typename T>
+View<T, 4> merge_view(const Tensor& tensor, const char* name, bool flat, bool lse) {
+  const int64_t rank = 4 - (flat ? 1 : 0) - (lse ? 1 : 0);
+  if (tensor.dim() != rank) fail(name, ": expected ", rank, " dimensions, got ", tensor.dim());
+  check_dtype(tensor, name, torch::headeronly::CppTypeToScalarType<std::remove_const_t<T>>::value,
+              "");
+  View<T, 4> view;
+  if constexpr (std::is_const_v<T>) {
+    view.data = static_cast<T*>(tensor.const_data_ptr());
+  } else {
+    check_written(tensor, name);
+    view.data = static_cast<T*>(tensor.mutable_data_ptr());
+  }
+  view.size[0] = view.size[3] = 1;
+  for (int64_t i = 0; i < rank; ++i) {
+    view.size[i + (flat ? 1 : 0)] = tensor.sizes()[i];
+    view.stride[i + (flat ? 1 : 0)] = tensor.strides()[i];
+  }
+  return view;
 }
 
 template <typename T>
 void merge_typed(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
                  const Tensor& out, const Tensor& lse) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const auto a = view<T, 4>(out_a, "out_a");
-  const auto b = view<T, 4>(out_b, "out_b");
-  const auto to = mutable_view<T, 4>(out, "out");
-  const auto sum_a = view<float, 3>(lse_a, "lse_a");
-  const auto sum_b = view<float, 3>(lse_b, "lse_b");
-  const auto sum = mutable_view<float, 3>(lse, "lse");
+  const bool flat = out_a.dim() == 3;
+  const auto a = merge_view<const T>(out_a, "out_a", flat, false);
+  const auto b = merge_view<const T>(out_b, "out_b", flat, false);
+  const auto to = merge_view<T>(out, "out", flat, false);
+  const auto sum_a = merge_view<const float>(lse_a, "lse_a", flat, true);
+  const auto sum_b = merge_view<const float>(lse_b, "lse_b", flat, true);
+  const auto sum = merge_view<float>(lse, "lse", flat, true);
   const int64_t batch = a.size[0], nodes = a.size[1], heads = a.size[2], dim = a.size[3];
   check_shape(b, "out_b", {batch, nodes, heads, dim});
   check_shape(to, "out", {batch, nodes, heads, dim});
-  check_shape(sum_a, "lse_a", {batch, nodes, heads});
-  check_shape(sum_b, "lse_b", {batch, nodes, heads});
-  check_shape(sum, "lse", {batch, nodes, heads});
+  check_shape(sum_a, "lse_a", {batch, nodes, heads, 1});
+  check_shape(sum_b, "lse_b", {batch, nodes, heads, 1});
+  check_shape(sum, "lse", {batch, nodes, heads, 1});
   constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   parallel_for(batch * nodes, 64, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

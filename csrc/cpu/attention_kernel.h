@@ -3,7 +3,8 @@
 // include guard, no includes.
 //
 // One task is (request, KV head, range of nodes). Its rows are node-major, then the query heads of
-// the group. Keys are taken in position order; chunk c holds positions c * chunk and following:
+// the group. C is the type of the caches (that of q and out, or float8), A that of the arithmetic.
+// Keys are taken in position order; chunk c holds positions c * chunk and following:
 //
 //     prefix                                   | own path
 //     [ chunk 0 ][ chunk 1 ] ... [ chunk c ....|.........][ chunk c + 1 ]
@@ -37,6 +38,7 @@ using F32 = Vector<float>::type;
 using I32 = Vector<float>::mask;
 typedef uint32_t U32 __attribute__((vector_size(EAGLE2_VECTOR_BYTES)));
 typedef uint16_t U16 __attribute__((vector_size(EAGLE2_VECTOR_BYTES / 2)));
+typedef uint8_t U8 __attribute__((vector_size(EAGLE2_VECTOR_BYTES / 4)));
 
 template <typename A>
 constexpr int kLanes = EAGLE2_VECTOR_BYTES / sizeof(A);
@@ -76,6 +78,18 @@ inline U32 load_words(const void* p) {
 #endif
 }
 
+inline U32 load_bytes(const void* p) {
+#if EAGLE2_VECTOR_BYTES == 64
+  return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif EAGLE2_VECTOR_BYTES == 32
+  return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#else
+  U8 bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, U32);
+#endif
+}
+
 inline F32 load(const c10::BFloat16* p) { return (F32)(load_words(p) << 16); }
 
 // Exact for every half, subnormals, infinities and NaN included: one multiplication rebases the
@@ -85,6 +99,19 @@ inline F32 load(const c10::Half* p) {
   const F32 magnitude = (F32)((bits & 0x7fff) << 13) * 0x1p112f;
   const U32 special = (U32)((bits & 0x7c00) == 0x7c00) & 0x7f800000u;
   return (F32)((U32)magnitude | special | ((bits & 0x8000) << 16));
+}
+
+// Exact for every float8 e4m3, subnormals and NaN included (it has no infinity). A subnormal
+// m * 2^-9 is read as 2^-6 * (1 + m / 8), from which 2^-6 is taken away again: no float32 of its
+// own is subnormal, so neither a flush mode nor a slow path of the CPU can matter.
+inline F32 load(const c10::Float8_e4m3fn* p) {
+  const U32 bits = load_bytes(p);
+  const U32 magnitude = bits & 0x7f;
+  const U32 subnormal = (U32)(magnitude < 8);
+  const U32 nan = (U32)(magnitude == 0x7f) & 0x7fc00000u;
+  const U32 biased = (magnitude << 20) + 0x3c000000u + (subnormal & 0x00800000u);
+  const F32 value = (F32)biased - (F32)(subnormal & 0x3c800000u);
+  return (F32)((U32)value | nan | ((bits & 0x80) << 24));
 }
 
 template <typename A>
@@ -209,43 +236,60 @@ inline void transpose(typename Vector<A>::type* x) {
   transpose_step<A, 1>(x);
 }
 
+// How elements of a cache enter the arithmetic: a float8 value times the scale of its tensor (one
+// float32 product), any other value as it is.
+template <typename C, typename A>
+struct Reader {
+  A scale;
+  typename Vector<A>::type vector(const C* p) const {
+    if constexpr (kFloat8<C>) return load(p) * scale;
+    return load(p);
+  }
+  A scalar(C x) const {
+    if constexpr (kFloat8<C>) return static_cast<A>(x) * scale;
+    return static_cast<A>(x);
+  }
+};
+
 // columns[d * pitch + j] = rows[j][d], converted. Reads `count` rows rounded up to a multiple of
 // the lane count.
-template <typename T, typename A>
-void load_transposed(const T* const* rows, int64_t count, int64_t dim, A* columns, int64_t pitch) {
+template <typename C, typename A>
+void load_transposed(Reader<C, A> reader, const C* const* rows, int64_t count, int64_t dim,
+                     A* columns, int64_t pitch) {
   constexpr int L = kLanes<A>;
   for (int64_t j = 0; j < count; j += L) {
     int64_t d = 0;
     for (; d + L <= dim; d += L) {
       typename Vector<A>::type block[L];
 #pragma GCC unroll 16
-      for (int i = 0; i < L; ++i) block[i] = load(rows[j + i] + d);
+      for (int i = 0; i < L; ++i) block[i] = reader.vector(rows[j + i] + d);
       transpose<A>(block);
 #pragma GCC unroll 16
       for (int i = 0; i < L; ++i) store(columns + (d + i) * pitch + j, block[i]);
     }
     for (; d < dim; ++d) {
-      for (int i = 0; i < L; ++i) columns[d * pitch + j + i] = static_cast<A>(rows[j + i][d]);
+      for (int i = 0; i < L; ++i) columns[d * pitch + j + i] = reader.scalar(rows[j + i][d]);
     }
   }
 }
 
 // row[0 .. dim) converted; up to the next multiple of the lane count `to` is filled with zeros.
-template <typename T, typename A>
-inline void load_row(const T* row, int64_t dim, A* to) {
+template <typename C, typename A>
+inline void load_row(Reader<C, A> reader, const C* row, int64_t dim, A* to) {
   constexpr int L = kLanes<A>;
   int64_t d = 0;
-  for (; d + L <= dim; d += L) store(to + d, load(row + d));
+  for (; d + L <= dim; d += L) store(to + d, reader.vector(row + d));
   if (d == dim) return;
-  for (int i = 0; i < L; ++i) to[d + i] = d + i < dim ? static_cast<A>(row[d + i]) : A(0);
+  for (int i = 0; i < L; ++i) to[d + i] = d + i < dim ? reader.scalar(row[d + i]) : A(0);
 }
 
 // Where values come from: rows in place, converted as they are read, or a scratch block of
 // converted rows.
-template <typename T>
+template <typename C, typename A>
 struct RowsInPlace {
-  const T* const* rows;
-  auto at(int64_t j, int64_t d) const { return load(rows[j] + d); }
+  const C* const* rows;
+  Reader<C, A> reader;
+  auto at(int64_t j, int64_t d) const { return reader.vector(rows[j] + d); }
 };
 template <typename A>
 struct RowsInScratch {
@@ -455,33 +499,53 @@ struct NodeView {
   int64_t path, path_count;  // range in the task's list of slots
 };
 
+// The request of a task, its lengths cut to what has a place in the cache.
+inline Request request_of(const AttentionParams& p, int64_t index) {
+  Request request = {index, 0, p.nodes, 0, p.tree_len, nullptr};
+  if (p.qo_indptr != nullptr) {
+    request.first_row = p.qo_indptr[index * p.indptr_stride];
+    if (index == p.batch) {
+      request.rows = p.padding_rows;
+      request.tree_len = 0;
+      return request;
+    }
+    request.rows = p.qo_indptr[(index + 1) * p.indptr_stride] - request.first_row;
+  }
+  request.prefix = std::clamp<int64_t>(p.prefix_lens[index * p.prefix_stride], 0, p.capacity);
+  if (p.depths != nullptr) {
+    request.depths = p.depths + index * p.depths_stride[0];
+    if (p.tree_len < 0) request.depths += request.first_row * p.depths_stride[1];
+  }
+  if (p.tree_len < 0) request.tree_len = request.rows;
+  return request;
+}
+
 // Word `word` of a mask row without the bits from `slots` on; false behind the last word.
-inline bool mask_word(const AttentionParams& p, int64_t request, int64_t node, int64_t word,
+inline bool mask_word(const AttentionParams& p, const Request& request, int64_t node, int64_t word,
                       int64_t slots, uint64_t* bits) {
   const int64_t first = word * 64;
   if (first >= slots) return false;
   *bits = static_cast<uint64_t>(
-      p.mask[request * p.mask_stride[0] + node * p.mask_stride[1] + word * p.mask_stride[2]]);
+      p.mask[request.index * p.mask_stride[0] + (request.first_row + node) * p.mask_stride[1] +
+             word * p.mask_stride[2]]);
   if (slots - first < 64) *bits &= (uint64_t{1} << (slots - first)) - 1;
   return true;
 }
 
 // Depth of every tree slot as far as it is known, else -1: given, or the number of ancestors in the
-// slot's own mask row. Slots of an earlier call (below tree_len - nodes) have no row here.
-inline void slot_depths(const AttentionParams& p, int64_t request, int64_t slots,
+// slot's own mask row. Slots of an earlier call (before the queries') have no row here.
+inline void slot_depths(const AttentionParams& p, const Request& request, int64_t slots,
                         std::vector<int32_t>& depths) {
   depths.assign(slots, -1);
-  if (p.depths != nullptr) {
-    for (int64_t j = 0; j < slots; ++j) {
-      depths[j] = p.depths[request * p.depths_stride[0] + j * p.depths_stride[1]];
-    }
+  if (request.depths != nullptr) {
+    for (int64_t j = 0; j < slots; ++j) depths[j] = request.depths[j * p.depths_stride[1]];
     return;
   }
-  const int64_t first = p.tree_len - p.nodes;
+  const int64_t first = request.tree_len - request.rows;
   for (int64_t j = std::max<int64_t>(first, 0); j < slots; ++j) {
     int32_t count = 0;
     uint64_t bits;
-    for (int64_t w = 0; mask_word(p, request, j - first, w, p.tree_len, &bits); ++w) {
+    for (int64_t w = 0; mask_word(p, request, j - first, w, request.tree_len, &bits); ++w) {
       count += __builtin_popcountll(bits);
     }
     depths[j] = count - 1;
@@ -492,9 +556,9 @@ inline void slot_depths(const AttentionParams& p, int64_t request, int64_t slots
 // ..., so a slot of known depth has its place; the rest (earlier slots without depths, or a mask
 // that is no tree) fill the free places in ascending order. Parents may have larger slots than
 // their children.
-inline void append_path(const AttentionParams& p, int64_t request, int64_t node, int64_t slots,
-                        const std::vector<int32_t>& depths, std::vector<int32_t>& list,
-                        std::vector<int32_t>& rest) {
+inline void append_path(const AttentionParams& p, const Request& request, int64_t node,
+                        int64_t slots, const std::vector<int32_t>& depths,
+                        std::vector<int32_t>& list, std::vector<int32_t>& rest) {
   const size_t start = list.size();
   rest.clear();
   uint64_t bits;
@@ -522,15 +586,15 @@ inline void append_path(const AttentionParams& p, int64_t request, int64_t node,
 
 // What node `node` sees, its path appended to `list`. `slots` of the tree have a place in the
 // cache.
-inline NodeView view_node(const AttentionParams& p, int64_t request, int64_t node, int64_t prefix,
+inline NodeView view_node(const AttentionParams& p, const Request& request, int64_t node,
                           int64_t slots, bool chain, const std::vector<int32_t>& depths,
                           std::vector<int32_t>& list, std::vector<int32_t>& rest) {
-  const int64_t slot = p.tree_len - p.nodes + node;
+  const int64_t prefix = request.prefix, slot = request.tree_len - request.rows + node;
   NodeView see = {0, prefix, static_cast<int64_t>(list.size()), 0};
-  if (p.tree_len > 0 && chain) {
+  if (request.tree_len > 0 && chain) {
     see.end = prefix + std::min(slot + 1, slots);
     if (p.window > 0) see.begin = std::max<int64_t>(0, prefix + slot - p.window + 1);
-  } else if (p.tree_len > 0) {
+  } else if (request.tree_len > 0) {
     if (p.mask != nullptr) {
       append_path(p, request, node, slots, depths, list, rest);
     } else {
@@ -538,11 +602,10 @@ inline NodeView view_node(const AttentionParams& p, int64_t request, int64_t nod
     }
     see.path_count = static_cast<int64_t>(list.size()) - see.path;
     if (p.window > 0) {
-      const int32_t* depth = p.depths + request * p.depths_stride[0];
-      const int64_t own = depth[slot * p.depths_stride[1]];
+      const int64_t own = request.depths[slot * p.depths_stride[1]];
       see.begin = std::clamp<int64_t>(prefix + own - p.window + 1, 0, prefix);
       for (int64_t i = see.path; i < see.path + see.path_count; ++i) {
-        if (own - depth[list[i] * p.depths_stride[1]] >= p.window) list[i] = ~list[i];
+        if (own - request.depths[list[i] * p.depths_stride[1]] >= p.window) list[i] = ~list[i];
       }
     }
     if (see.path_count == 0) see.end = 0;  // a padding row does not see the prefix either
@@ -554,10 +617,11 @@ inline NodeView view_node(const AttentionParams& p, int64_t request, int64_t nod
 // The rows of cache positions [first, first + count) of one KV head. Positions without a place in
 // the cache point to `zero`, a row of zeros: a wrong length or page id gives a wrong result, never
 // a wild read.
-template <typename T>
+template <typename C>
 void cache_rows(const AttentionParams& p, const void* cache, const int64_t* stride, int64_t request,
-                int64_t head, int64_t first, int64_t count, const T* zero, const T** rows) {
-  const T* base = static_cast<const T*>(cache);
+                int64_t head, int64_t first, int64_t count, const C* zero, const C** rows) {
+  if (count <= 0) return;
+  const C* base = static_cast<const C*>(cache);
   const int32_t* table =
       p.page_table == nullptr ? nullptr : p.page_table + request * p.table_stride[0];
   for (int64_t done = 0; done < count;) {
@@ -580,9 +644,50 @@ constexpr int64_t kTileRows = 256;
 // Logits are kept in units of log2, which saves the exponential a multiplication.
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
-// The sink joins the softmax, then the row is normalised and stored.
+// Query rows lie at `offset` in q, output rows at `offset` in out.
 template <typename T, typename A>
-void store_row(const AttentionParams& p, int64_t request, int64_t node, int64_t head, A peak,
+void load_query_as(const AttentionParams& p, int64_t offset, A scale, A* to) {
+  const T* from = static_cast<const T*>(p.q) + offset;
+  for (int64_t d = 0; d < p.k_dim; ++d) to[d] = static_cast<A>(from[d]) * scale;
+}
+
+template <typename T, typename A>
+void store_output_as(const AttentionParams& p, int64_t offset, const A* sum, A share) {
+  T* to = static_cast<T*>(p.out) + offset;
+  for (int64_t d = 0; d < p.v_dim; ++d) to[d] = static_cast<T>(sum[d] * share);
+}
+
+// The type of q and out is the caches', but beside a float8 cache.
+template <typename C, typename A>
+void load_query(const AttentionParams& p, int64_t offset, A scale, A* to) {
+  if constexpr (!kFloat8<C>) {
+    load_query_as<C>(p, offset, scale, to);
+  } else if (p.q_type == ScalarType::Float) {
+    load_query_as<float>(p, offset, scale, to);
+  } else if (p.q_type == ScalarType::Half) {
+    load_query_as<c10::Half>(p, offset, scale, to);
+  } else {
+    load_query_as<c10::BFloat16>(p, offset, scale, to);
+  }
+}
+
+template <typename C, typename A>
+void store_output(const AttentionParams& p, int64_t offset, const A* sum, A share) {
+  if constexpr (!kFloat8<C>) {
+    store_output_as<C>(p, offset, sum, share);
+  } else if (p.q_type == ScalarType::Float) {
+    store_output_as<float>(p, offset, sum, share);
+  } else if (p.q_type == ScalarType::Half) {
+    store_output_as<c10::Half>(p, offset, sum, share);
+  } else {
+    store_output_as<c10::BFloat16>(p, offset, sum, share);
+  }
+}
+
+// The sink joins the softmax, then the row is normalised and stored. A row that saw nothing has a
+// `sum` of zeros.
+template <typename C, typename A>
+void store_row(const AttentionParams& p, const Request& request, int64_t node, int64_t head, A peak,
                A total, const A* sum) {
   const bool empty = total == 0;
   A weight = 1;
@@ -599,67 +704,67 @@ void store_row(const AttentionParams& p, int64_t request, int64_t node, int64_t 
       total = total + exp2_nonpositive_scalar<A>(sink - peak);
     }
   }
-  T* to = static_cast<T*>(p.out) + request * p.out_stride[0] + node * p.out_stride[1] +
-          head * p.out_stride[2];
-  if (empty) {
-    std::fill(to, to + p.head_dim, static_cast<T>(0.0f));
-  } else {
-    const A share = weight / total;
-    for (int64_t d = 0; d < p.head_dim; ++d) to[d] = static_cast<T>(sum[d] * share);
-  }
+  const int64_t row = request.first_row + node;
+  store_output<C>(p,
+                  request.index * p.out_stride[0] + row * p.out_stride[1] + head * p.out_stride[2],
+                  sum, empty ? A(0) : weight / total);
   if (p.lse == nullptr) return;
   const bool nothing = empty && p.sinks == nullptr;
-  p.lse[request * p.lse_stride[0] + node * p.lse_stride[1] + head * p.lse_stride[2]] =
+  p.lse[request.index * p.lse_stride[0] + row * p.lse_stride[1] + head * p.lse_stride[2]] =
       nothing ? -std::numeric_limits<float>::infinity()
               : static_cast<float>((peak + std::log2(total)) * static_cast<A>(kLn2));
 }
 
-template <typename T, typename A>
+template <typename C, typename A>
 void attend(const AttentionParams& p, int64_t task) {
   constexpr int L = kLanes<A>;
   constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
   const int64_t split = task % p.splits;
   const int64_t kv_head = task / p.splits % p.kv_heads;
-  const int64_t request = task / p.splits / p.kv_heads;
-  const int64_t dim = p.head_dim, group = p.group, chunk = p.chunk;
-  const int64_t vectors = (dim + L - 1) / L, row_pitch = vectors * L;
+  const Request request = request_of(p, task / p.splits / p.kv_heads);
+  const int64_t node_begin = request.rows * split / p.splits;
+  const int64_t node_end = request.rows * (split + 1) / p.splits;
+  if (node_begin == node_end) return;
+
+  const int64_t k_dim = p.k_dim, v_dim = p.v_dim, group = p.group, chunk = p.chunk;
+  const int64_t vectors = (v_dim + L - 1) / L, row_pitch = vectors * L;
   const int64_t pitch = (chunk + L - 1) / L * L;
   const int64_t scores_pitch = pitch + (kColumns + 1) * L;
   const int64_t tile_nodes = std::max<int64_t>(1, kTileRows / group);
   const int64_t tile_rows = tile_nodes * group;
 
-  const int64_t prefix =
-      std::clamp<int64_t>(p.prefix_lens[request * p.prefix_stride], 0, p.capacity);
-  const int64_t slots = std::min(p.tree_len, p.capacity - prefix);
+  const int64_t prefix = request.prefix;
+  const int64_t slots = std::min(request.tree_len, p.capacity - prefix);
   // A chain whose positions are its slots needs no path: it is more prefix, with an end per row.
-  const bool chain = p.mask == nullptr && (p.window == 0 || p.depths == nullptr);
+  const bool chain = p.mask == nullptr && (p.window == 0 || request.depths == nullptr);
+  const Reader<C, A> read_k = {p.k_scale}, read_v = {p.v_scale};
 
   Arena arena;
-  A* q = arena.take<A>(tile_rows * dim);
+  A* q = arena.take<A>(tile_rows * k_dim);
   A* row_peak = arena.take<A>(tile_rows);
   A* row_total = arena.take<A>(tile_rows);
   A* row_sum = arena.take<A>(tile_rows * row_pitch);
-  A* columns = arena.take<A>(dim * pitch);
-  A* path_columns = arena.take<A>(dim * pitch);
+  A* columns = arena.take<A>(k_dim * pitch);
+  A* path_columns = arena.take<A>(k_dim * pitch);
   A* values = arena.take<A>(pitch * row_pitch);
   A* scores = arena.take<A>(kRows * scores_pitch);
   A* sum = arena.take<A>(kRows * row_pitch);
-  A* path_values = arena.take<A>(dim % L == 0 ? 0 : pitch * row_pitch);
-  T* zero = arena.take<T>(dim);
-  const T** k_rows = arena.take<const T*>(pitch);
-  const T** v_rows = arena.take<const T*>(pitch);
-  const T** path_k = arena.take<const T*>(pitch);
-  const T** path_v = arena.take<const T*>(pitch);
+  A* path_values = arena.take<A>(v_dim % L == 0 ? 0 : pitch * row_pitch);
+  C* zero = arena.take<C>(std::max(k_dim, v_dim));
+  const C** k_rows = arena.take<const C*>(pitch);
+  const C** v_rows = arena.take<const C*>(pitch);
+  const C** path_k = arena.take<const C*>(pitch);
+  const C** path_v = arena.take<const C*>(pitch);
   NodeView* view = arena.take<NodeView>(tile_nodes);
   int32_t* node_of = arena.take<int32_t>(tile_rows);
-  std::fill(zero, zero + dim, static_cast<T>(0.0f));
+  std::fill(zero, zero + std::max(k_dim, v_dim), static_cast<C>(0.0f));
 
-  const T **k_slots = nullptr, **v_slots = nullptr;
+  const C **k_slots = nullptr, **v_slots = nullptr;
   if (!chain) {
-    k_slots = arena.take<const T*>(slots);
-    v_slots = arena.take<const T*>(slots);
-    cache_rows<T>(p, p.k, p.k_stride, request, kv_head, prefix, slots, zero, k_slots);
-    cache_rows<T>(p, p.v, p.v_stride, request, kv_head, prefix, slots, zero, v_slots);
+    k_slots = arena.take<const C*>(slots);
+    v_slots = arena.take<const C*>(slots);
+    cache_rows<C>(p, p.k, p.k_stride, request.index, kv_head, prefix, slots, zero, k_slots);
+    cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, prefix, slots, zero, v_slots);
   }
 
   // Divided by the cap where there is one, see cap_scores.
@@ -669,8 +774,6 @@ void attend(const AttentionParams& p, int64_t task) {
   static thread_local std::vector<int32_t> depths, paths, rest;
   if (!chain && p.mask != nullptr) slot_depths(p, request, slots, depths);
 
-  const int64_t node_begin = p.nodes * split / p.splits;
-  const int64_t node_end = p.nodes * (split + 1) / p.splits;
   for (int64_t tile = node_begin; tile < node_end; tile += tile_nodes) {
     const int64_t nodes = std::min(tile_nodes, node_end - tile);
     const int64_t rows = nodes * group;
@@ -678,7 +781,7 @@ void attend(const AttentionParams& p, int64_t task) {
     paths.clear();
     int64_t first_key = INT64_MAX, shared_end = 0, last_key = 0;
     for (int64_t n = 0; n < nodes; ++n) {
-      view[n] = view_node(p, request, tile + n, prefix, slots, chain, depths, paths, rest);
+      view[n] = view_node(p, request, tile + n, slots, chain, depths, paths, rest);
       const NodeView& see = view[n];
       if (see.end > 0) first_key = std::min(first_key, see.begin);
       if (see.path_count > 0) first_key = std::min(first_key, prefix);
@@ -689,16 +792,17 @@ void attend(const AttentionParams& p, int64_t task) {
     // Queries, scaled; empty running softmax.
     for (int64_t r = 0; r < rows; ++r) {
       node_of[r] = static_cast<int32_t>(r / group);
-      const T* from = static_cast<const T*>(p.q) + request * p.q_stride[0] +
-                      (tile + node_of[r]) * p.q_stride[1] +
-                      (kv_head * group + r % group) * p.q_stride[2];
-      for (int64_t d = 0; d < dim; ++d) q[r * dim + d] = static_cast<A>(from[d]) * scale;
+      load_query<C>(p,
+                    request.index * p.q_stride[0] +
+                        (request.first_row + tile + node_of[r]) * p.q_stride[1] +
+                        (kv_head * group + r % group) * p.q_stride[2],
+                    scale, q + r * k_dim);
       row_peak[r] = kMinusInfinity;
       row_total[r] = 0;
     }
     std::fill(row_sum, row_sum + rows * row_pitch, A(0));
 
-    const bool in_place = dim % L == 0 && (std::is_same_v<T, A> || rows <= kRows);
+    const bool in_place = v_dim % L == 0 && (std::is_same_v<C, A> || rows <= kRows);
     const int64_t first_chunk = first_key == INT64_MAX ? 0 : first_key / chunk;
     for (int64_t c = first_chunk; c * chunk < last_key; ++c) {
       const int64_t start = c * chunk;
@@ -706,14 +810,16 @@ void attend(const AttentionParams& p, int64_t task) {
       const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
       if (shared > skip) {
         const int64_t count = shared - skip;
-        cache_rows<T>(p, p.k, p.k_stride, request, kv_head, start + skip, count, zero,
+        cache_rows<C>(p, p.k, p.k_stride, request.index, kv_head, start + skip, count, zero,
                       k_rows + skip);
-        cache_rows<T>(p, p.v, p.v_stride, request, kv_head, start + skip, count, zero,
+        cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, start + skip, count, zero,
                       v_rows + skip);
         for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
-        load_transposed<T, A>(k_rows + skip, count, dim, columns + skip, pitch);
+        load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, columns + skip, pitch);
         if (!in_place) {
-          for (int64_t j = skip; j < shared; ++j) load_row(v_rows[j], dim, values + j * row_pitch);
+          for (int64_t j = skip; j < shared; ++j) {
+            load_row<C, A>(read_v, v_rows[j], v_dim, values + j * row_pitch);
+          }
         }
       }
 
@@ -732,8 +838,8 @@ void attend(const AttentionParams& p, int64_t task) {
         }
         if (low < high) {
           const int64_t from = low / L * L;
-          score<A>(count, q + r0 * dim, dim, columns + from, pitch, dim, (high - from + L - 1) / L,
-                   scores + from, scores_pitch);
+          score<A>(count, q + r0 * k_dim, k_dim, columns + from, pitch, k_dim,
+                   (high - from + L - 1) / L, scores + from, scores_pitch);
         }
 
         // Positions of the path inside this chunk: [path_begin, path_end), per row.
@@ -753,13 +859,13 @@ void attend(const AttentionParams& p, int64_t task) {
               path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
             }
             for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
-            load_transposed<T, A>(path_k, length, dim, path_columns, pitch);
+            load_transposed<C, A>(read_k, path_k, length, k_dim, path_columns, pitch);
             loaded_node = n;
           }
           // The rows of one node follow each other and are scored together.
           const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-          score<A>(same, q + (r0 + r) * dim, dim, path_columns, pitch, dim, (length + L - 1) / L,
-                   scores + r * scores_pitch + path_begin[r], scores_pitch);
+          score<A>(same, q + (r0 + r) * k_dim, k_dim, path_columns, pitch, k_dim,
+                   (length + L - 1) / L, scores + r * scores_pitch + path_begin[r], scores_pitch);
           for (int i = 1; i < same; ++i) {
             path_begin[r + i] = path_begin[r];
             path_end[r + i] = path_end[r];
@@ -798,8 +904,8 @@ void attend(const AttentionParams& p, int64_t task) {
 
         std::fill(sum, sum + count * row_pitch, A(0));
         if (in_place) {
-          accumulate_shared<A>(count, scores, scores_pitch, RowsInPlace<T>{v_rows}, begin, end,
-                               vectors, sum, row_pitch);
+          accumulate_shared<A>(count, scores, scores_pitch, RowsInPlace<C, A>{v_rows, read_v},
+                               begin, end, vectors, sum, row_pitch);
         } else {
           accumulate_shared<A>(count, scores, scores_pitch, RowsInScratch<A>{values, row_pitch},
                                begin, end, vectors, sum, row_pitch);
@@ -817,15 +923,16 @@ void attend(const AttentionParams& p, int64_t task) {
             for (int64_t j = 0; j < length; ++j) {
               if (path[j] < 0) continue;
               path_v[j] = v_slots[path[j]];
-              if (dim % L != 0) load_row(path_v[j], dim, path_values + j * row_pitch);
+              if (v_dim % L != 0)
+                load_row<C, A>(read_v, path_v[j], v_dim, path_values + j * row_pitch);
             }
             valued_node = n;
           }
           for (int64_t j = 0, stop; j < length; j = stop + 1) {
             for (stop = j; stop < length && path[stop] >= 0;) ++stop;
-            if (dim % L == 0) {
-              accumulate<A>(same, weights, scores_pitch, RowsInPlace<T>{path_v}, j, stop, vectors,
-                            sum + r * row_pitch, row_pitch);
+            if (v_dim % L == 0) {
+              accumulate<A>(same, weights, scores_pitch, RowsInPlace<C, A>{path_v, read_v}, j, stop,
+                            vectors, sum + r * row_pitch, row_pitch);
             } else {
               accumulate<A>(same, weights, scores_pitch, RowsInScratch<A>{path_values, row_pitch},
                             j, stop, vectors, sum + r * row_pitch, row_pitch);
@@ -843,8 +950,8 @@ void attend(const AttentionParams& p, int64_t task) {
     }
 
     for (int64_t r = 0; r < rows; ++r) {
-      store_row<T, A>(p, request, tile + node_of[r], kv_head * group + r % group, row_peak[r],
-                      row_total[r], row_sum + r * row_pitch);
+      store_row<C>(p, request, tile + node_of[r], kv_head * group + r % group, row_peak[r],
+                   row_total[r], row_sum + r * row_pitch);
     }
   }
 }

@@ -2,24 +2,40 @@
 // are in elements.
 #pragma once
 
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace eagle2 {
 
-struct AttentionParams {
-  int64_t batch, nodes, q_heads, kv_heads, group, head_dim;
-  int64_t tree_len;    // tree slots whose keys lie behind the prefix; the queries are the last
-                       // `nodes` of them
-  int64_t capacity;    // cache slots of one request
-  int64_t page_size;   // slots per block: a page, or the whole dense cache of a request
-  int64_t num_blocks;  // pages, or requests
-  int64_t chunk;       // kv_chunk: keys per chunk of the online softmax
-  int64_t window;      // 0: none
-  int64_t splits;      // tasks that share one (request, KV head), each with a part of the nodes
-  double scale, softcap;
+// Element types of a cache that come with a scale and without arithmetic of their own.
+template <typename C>
+constexpr bool kFloat8 = std::is_same_v<C, c10::Float8_e4m3fn>;
 
+struct AttentionParams {
+  int64_t batch, q_heads, kv_heads, group, k_dim, v_dim;
+  int64_t nodes;         // queries of each request; ragged: at most so many
+  int64_t padding_rows;  // ragged: rows of q behind the last request's, they see nothing
+  int64_t tree_len;      // tree slots whose keys lie behind the prefix; the queries are the last of
+                         // them. -1: as many as the request has queries
+  int64_t capacity;      // cache slots of one request
+  int64_t page_size;     // slots per block: a page, or the whole dense cache of a request
+  int64_t num_blocks;    // pages, or requests
+  int64_t chunk;         // kv_chunk: keys per chunk of the online softmax
+  int64_t window;        // 0: none
+  int64_t splits;        // tasks that share one (request, KV head), each with a part of the nodes
+  double scale, softcap;
+  float k_scale, v_scale;                // of a float8 cache, else 1
+  torch::headeronly::ScalarType q_type;  // of q and out
+
+  // q, mask and out are indexed [request, row, ...]. Ragged: the first stride is 0 and a request's
+  // rows begin at qo_indptr[request].
   const void* q;
-  int64_t q_stride[3];  // request, node, head
+  int64_t q_stride[3];       // request, row, head
+  const int32_t* qo_indptr;  // null: `nodes` rows for every request
+  int64_t indptr_stride;
   const void* k;
   int64_t k_stride[3];  // block, slot, head
   const void* v;
@@ -28,7 +44,7 @@ struct AttentionParams {
   int64_t prefix_stride;
   const int64_t* mask;  // null: a causal chain
   int64_t mask_stride[3];
-  const int32_t* depths;  // null: not given
+  const int32_t* depths;  // null: not given. [request, slot], or [row] when the slots are the rows
   int64_t depths_stride[2];
   const int32_t* page_table;  // null: dense cache
   int64_t table_stride[2];
@@ -38,6 +54,16 @@ struct AttentionParams {
   int64_t out_stride[3];
   float* lse;  // null: not asked for
   int64_t lse_stride[3];
+};
+
+// What a task needs to know of its request.
+struct Request {
+  int64_t index;      // in prefix_lens, page_table and a dense cache
+  int64_t first_row;  // in q, mask and out
+  int64_t rows;       // queries, the last slots of the tree
+  int64_t prefix;     // cache slots before the tree
+  int64_t tree_len;
+  const int32_t* depths;  // of its slots, null: not given
 };
 
 }  // namespace eagle2

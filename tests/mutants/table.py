@@ -155,12 +155,12 @@ ATTENTION_MUTANTS = [
         "two_branches_under_the_diagonal",
     ),
     kernel(
-        "if (own - depth[list[i] * p.depths_stride[1]] >= p.window) list[i] = ~list[i];",
-        "if (own - depth[list[i] * p.depths_stride[1]] > p.window) list[i] = ~list[i];",
+        "if (own - request.depths[list[i] * p.depths_stride[1]] >= p.window) list[i] = ~list[i];",
+        "if (own - request.depths[list[i] * p.depths_stride[1]] > p.window) list[i] = ~list[i];",
         "window_per_node_by_position",
     ),
     kernel(
-        "const int64_t own = depth[slot * p.depths_stride[1]];",
+        "const int64_t own = request.depths[slot * p.depths_stride[1]];",
         "const int64_t own = slot;",
         "window_per_node_by_position",
         quick=True,
@@ -176,7 +176,7 @@ ATTENTION_MUTANTS = [
         "strided_kv_views",
     ),
     kernel(
-        "std::clamp<int64_t>(p.prefix_lens[request * p.prefix_stride], 0, p.capacity)",
+        "std::clamp<int64_t>(p.prefix_lens[index * p.prefix_stride], 0, p.capacity)",
         "std::clamp<int64_t>(p.prefix_lens[0], 0, p.capacity)",
         "ragged_batch_has_its_own_positions",
     ),
@@ -199,7 +199,7 @@ ATTENTION_MUTANTS = [
     ),
     Mutant(
         ATTENTION,
-        'check_shape(mask, "tree_mask", {p.batch, p.nodes, (p.tree_len + 63) / 64});',
+        'check_shape(mask, "tree_mask", {p.batch, p.nodes, words});',
         'check_shape(mask, "tree_mask", {p.batch, p.nodes, -1});',
         "mask_of_the_wrong_length",
         objects="attention",
