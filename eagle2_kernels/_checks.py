@@ -79,6 +79,17 @@ def written(**tensors: Tensor | None) -> None:
             )
 
 
+def scale(name: str, value: object, values: bool) -> None:
+    """Check the scale of a float8 tensor; ``values`` reads it."""
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        got = str(value.dtype)[6:] if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected a float32 tensor of one element, got {got}")
+    if value.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got shape {tuple(value.shape)}")
+    if values and not 0 < float(value) < float("inf"):
+        raise ValueError(f"{name}: expected a positive finite number, got {float(value)}")
+
+
 def integer(name: str, value: object, low: int, high: int | None = None) -> None:
     """Check a host integer, bounds included."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):

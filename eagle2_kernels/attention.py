@@ -351,11 +351,7 @@ def _check(
             raise ValueError(
                 f"{name}: expected None beside {str(k_cache.dtype)[6:]} caches, got a tensor"
             )
-        if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-            got = str(scale.dtype)[6:] if isinstance(scale, Tensor) else type(scale).__name__
-            raise TypeError(f"{name}: expected a float32 tensor of one element, got {got}")
-        if scale.numel() != 1:
-            raise ValueError(f"{name}: expected one element, got shape {tuple(scale.shape)}")
+        _checks.scale(name, scale, values)
     _checks.tensor("prefix_lens", prefix_lens, torch.int32, (b,), "[B]")
     if tree_len is not None:
         _checks.integer("tree_len", tree_len, 0)
@@ -426,9 +422,6 @@ def _check(
             depths,
             max_prefix_len,
         )
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None and not 0 < float(scale) < float("inf"):
-                raise ValueError(f"{name}: expected a positive finite number, got {float(scale)}")
 
 
 def _check_caches(

@@ -16,6 +16,8 @@ from . import _checks
 _write = torch.ops.eagle2_kernels.write_kv.default
 _compact = torch.ops.eagle2_kernels.compact_kv.default
 
+_WIDER = (torch.float32, torch.float16, torch.bfloat16)  # what is rounded to float8
+
 
 def write_kv(
     k_cache: Tensor,
@@ -26,6 +28,8 @@ def write_kv(
     lengths: Tensor | None = None,
     page_table: Tensor | None = None,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     validate: bool = False,
 ) -> None:
     """Cache slot prefix_lens[b] + j <- row j of request b, for j < lengths[b].
@@ -37,19 +41,24 @@ def write_kv(
         cache[b]:  ... [ L ][L+1][L+2][ untouched         L = prefix_lens[b]
 
     Rows whose page id is negative or whose slot lies past the cache are skipped. Nothing else is
-    written.
+    written. Rows are copied as they are, but that a float8 cache also takes rows of a wider dtype:
+    it stores ``k / k_scale`` rounded to float8, saturating at 448, NaN staying NaN, so that
+    `tree_attention` with the same scales reads about k again.
 
     Args:
         k_cache: dense [B, S, Hkv, D] or paged [pages, page_size, Hkv, D], any dtype, any strides
             with a contiguous last dimension; written.
         v_cache: as ``k_cache``; written.
-        k: [B, N, Hkv, D] in the cache's dtype, last dimension contiguous.
+        k: [B, N, Hkv, D] in the cache's dtype, last dimension contiguous; or float32, float16 or
+            bfloat16 for a float8_e4m3fn cache.
         v: as ``k``.
         prefix_lens: int32 [B].
         lengths: int32 [B], rows to store (`DraftTree.num_nodes`, or a prompt's length); None: all.
         page_table: int32 [B, max_pages] for a paged cache.
-        validate: check first that every row stored has a place of its own (always with
-            ``EAGLE2_VALIDATE=1``).
+        k_scale: float32 tensor of one element, where k is converted to float8; default 1.
+        v_scale: the same for v.
+        validate: check first that every row stored has a place of its own and that scales are
+            positive (always with ``EAGLE2_VALIDATE=1``).
 
     Raises:
         ValueError: a shape is wrong, or an argument requires grad in grad mode.
@@ -59,9 +68,19 @@ def write_kv(
     """
     if torch.is_grad_enabled():
         _checks.refuse_grad(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    _checks.call(
-        _write, _check_write, validate, k_cache, v_cache, k, v, prefix_lens, lengths, page_table
-    )
+    args = (k_cache, v_cache, k, v, prefix_lens, lengths, page_table)
+    scales = {}
+    if k_scale is not None:
+        scales["k_scale"] = k_scale
+    if v_scale is not None:
+        scales["v_scale"] = v_scale
+    if validate or _checks.VALIDATE:
+        _check_write(*args, k_scale, v_scale, values=True)
+    try:
+        _write(*args, **scales)
+    except (RuntimeError, TypeError, ValueError):
+        _check_write(*args, k_scale, v_scale, values=False)
+        raise
 
 
 def compact_kv(
@@ -179,15 +198,26 @@ def _check_write(
     prefix_lens: Tensor,
     lengths: Tensor | None,
     page_table: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     *,
     values: bool,
 ) -> None:
     if not isinstance(k, Tensor) or k.dim() != 4:
         raise ValueError(f"k: expected a tensor [B, N, Hkv, D], got {_describe(k)}")
     b, n, heads = k.shape[:3]
-    for name, cache, rows in (("k", k_cache, k), ("v", v_cache, v)):
+    for name, cache, rows, scale in (("k", k_cache, k, k_scale), ("v", v_cache, v, v_scale)):
         _, _, dim = _check_cache(f"{name}_cache", cache, b, page_table)
-        _checks.tensor(name, rows, cache.dtype, (b, n, heads, dim), "[B, N, Hkv, D]")
+        float8 = cache.dtype == torch.float8_e4m3fn
+        dtypes = (cache.dtype, *_WIDER) if float8 else (cache.dtype,)
+        _checks.tensor(name, rows, dtypes, (b, n, heads, dim), "[B, N, Hkv, D]")
+        if scale is not None:
+            if not float8 or rows.dtype == cache.dtype:
+                raise ValueError(
+                    f"{name}_scale: expected None where {name} is copied as it is "
+                    f"({str(rows.dtype)[6:]} into {str(cache.dtype)[6:]}), got a tensor"
+                )
+            _checks.scale(f"{name}_scale", scale, values)
         if cache.shape[2] != heads:
             raise ValueError(
                 f"{name}_cache: expected the {heads} heads of {name}, got {cache.shape[2]}"
@@ -207,6 +237,8 @@ def _check_write(
         prefix_lens=prefix_lens,
         lengths=lengths,
         page_table=page_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     if values:
         count = torch.full_like(prefix_lens, n) if lengths is None else lengths

@@ -453,7 +453,8 @@ OPS: tuple[Op, ...] = (
     Op(
         "write_kv",
         "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor prefix_lens, "
-        "Tensor? lengths=None, Tensor? page_table=None",
+        "Tensor? lengths=None, Tensor? page_table=None, *, Tensor? k_scale=None, "
+        "Tensor? v_scale=None",
         (),
         reference.write_kv,
         _nothing,

@@ -448,8 +448,12 @@ def write_kv(
     prefix_lens: Tensor,
     lengths: Tensor | None = None,
     page_table: Tensor | None = None,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Cache slot prefix_lens[b] + j <- row j of request b, for j < lengths[b]."""
+    k, v = _as_stored(k, k_cache.dtype, k_scale), _as_stored(v, v_cache.dtype, v_scale)
     b, n = k.shape[:2]
     for r in range(b):
         count = n if lengths is None else min(max(int(lengths[r]), 0), n)
@@ -459,6 +463,15 @@ def write_kv(
             if where is not None:
                 k_cache[where] = k[r, j]
                 v_cache[where] = v[r, j]
+
+
+def _as_stored(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Rows divided by the scale and rounded to float8, out of range to the largest value."""
+    if rows.dtype == dtype:
+        return rows
+    wide = rows.float() if scale is None else rows.float() / scale
+    most = torch.finfo(dtype).max
+    return wide.clamp(-most, most).to(dtype)
 
 
 def _slot_address(

@@ -89,6 +89,62 @@ def test_write_puts_rows_behind_the_prefix_and_nothing_else(dtype, layout, ragge
     assert equal(k_cache[place], k[2, 1]) and equal(v_cache[place], v[2, 1])
 
 
+WIDER = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_write_rounds_to_float8(dtype, layout):
+    """k / k_scale, the nearest float8, saturating; a row already in float8 is copied beside it."""
+    b, n, heads, dim = 2, 6, 2, 23
+    k_cache, v_cache, both, table = make_cache(layout, b, 20, heads, dim, torch.float8_e4m3fn)
+    k = 300 * rows(b, heads, n, dim, dtype=dtype, seed=1).transpose(1, 2)
+    v = rows(b, n, heads, dim, dtype=dtype, seed=2)
+    k[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), 6e4])
+    v[0, 0, 0, :4] = torch.tensor([2.0**-10, 2.0**-9, -(2.0**-11), 0.0])
+    prefix, lengths = lens(3, 14), lens(6, 2)
+    scales = {"k_scale": torch.tensor([0.37]), "v_scale": torch.tensor(2.5)}
+    for kwargs in (scales, {"v_scale": scales["v_scale"]}, {}):
+        want = both.clone()
+        want_k, want_v = (
+            torch.as_strided(want, x.shape, x.stride(), x.storage_offset())
+            for x in (k_cache, v_cache)
+        )
+        reference.write_kv(want_k, want_v, k, v, prefix, lengths, table, **kwargs)
+        write_kv(k_cache, v_cache, k, v, prefix, lengths, table, validate=True, **kwargs)
+        assert equal(both, want)
+    stored = v.to(torch.float8_e4m3fn)
+    write_kv(k_cache, v_cache, k, stored, prefix, lengths, table, k_scale=scales["k_scale"])
+    reference.write_kv(want_k, want_v, k, v, prefix, lengths, table, k_scale=scales["k_scale"])
+    assert equal(both, want)
+
+
+def test_float8_rows_as_they_are_read_again():
+    """Half a unit of the three mantissa bits at most, and the largest value past the range."""
+    k = torch.tensor([1.0, -0.3, 447.0, 448.0, 460.0, 1e9, -1e9, float("inf"), float("nan"), 0.0])
+    for scale in (1.0, 0.25, 7.0):
+        k_cache, v_cache = torch.zeros(2, 1, 4, 1, 10).to(torch.float8_e4m3fn)
+        factor = torch.tensor([scale])
+        x = (k * scale).view(1, 1, 1, 10)
+        write_kv(k_cache, v_cache, x, x, lens(2), k_scale=factor, v_scale=factor)
+        read = tree_attention(
+            torch.zeros(1, 1, 1, 10),
+            torch.zeros_like(k_cache),
+            v_cache,
+            lens(2),
+            torch.tensor([[[1]]]),
+            window=1,
+            depths=lens(0).view(1, 1),
+            v_scale=factor,
+        ).flatten()
+        assert equal(k_cache, v_cache)
+        want = k.clamp(-448, 448) * scale
+        error = (read - want).abs()[:8]
+        assert (error <= want.abs()[:8] / 16).all()
+        assert (read[3:8] == want[3:8]).all()
+        assert read[8].isnan() and read[9] == 0
+
+
 def test_write_skips_pages_below_zero_and_slots_past_the_cache():
     k_cache, v_cache, both, _ = make_cache("pages5", 1, 20, 1, 4, torch.float32)
     before = both.clone()
@@ -308,6 +364,10 @@ def write_arguments() -> dict[str, object]:
     }
 
 
+def float8_caches() -> dict[str, object]:
+    return {f"{name}_cache": torch.zeros(2, 9, 2, 8).to(torch.float8_e4m3fn) for name in "kv"}
+
+
 WRONG_WRITE = [
     ("rank", {"k": torch.zeros(2, 3, 8)}, ValueError, r"k: expected a tensor \[B, N, Hkv, D\]"),
     ("dtype", {"k": torch.zeros(2, 3, 2, 8).half()}, TypeError, "k: expected dtype float32, got"),
@@ -333,6 +393,42 @@ WRONG_WRITE = [
     ),
     ("list", {"v_cache": [0]}, TypeError, "v_cache: expected a tensor, got list"),
     ("grad", {"k": torch.zeros(2, 3, 2, 8, requires_grad=True)}, ValueError, "k: .* require grad"),
+    (
+        "scale of a copy",
+        {"k_scale": torch.ones(1)},
+        ValueError,
+        "k_scale: expected None where k is copied as it is .float32 into float32.",
+    ),
+    (
+        "wider into half",
+        {"v_cache": torch.zeros(2, 9, 2, 8).half()},
+        TypeError,
+        "v: expected dtype float16, got float32",
+    ),
+    (
+        "double into float8",
+        float8_caches() | {"k": torch.zeros(2, 3, 2, 8).double()},
+        TypeError,
+        "k: expected dtype float8_e4m3fn or float32 or float16 or bfloat16, got float64",
+    ),
+    (
+        "scales per head",
+        float8_caches() | {"v_scale": torch.ones(2)},
+        ValueError,
+        r"v_scale: expected one element, got shape \(2,\)",
+    ),
+    (
+        "scale dtype",
+        float8_caches() | {"k_scale": torch.ones(1).half()},
+        TypeError,
+        "k_scale: expected a float32 tensor of one element, got float16",
+    ),
+    (
+        "head dim of float8",
+        float8_caches() | {"k": torch.zeros(2, 3, 2, 2)},
+        ValueError,
+        "k: expected shape",
+    ),
 ]
 
 

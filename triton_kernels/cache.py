@@ -78,6 +78,9 @@ def write_kv(
     prefix_lens: Tensor,
     lengths: Tensor | None = None,
     page_table: Tensor | None = None,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Cache slot prefix_lens[b] + j <- row j of request b, for j < lengths[b]."""
     batch, num_rows, heads, dim_k = k.shape
@@ -87,6 +90,15 @@ def write_kv(
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got {tensor.stride()}")
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if rows.dtype != cache.dtype:
+            raise NotImplementedError(
+                f"{name}: this kernel copies rows in the cache's dtype, {cache.dtype}, and "
+                f"does not convert them; got {rows.dtype}"
+            )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise ValueError(f"{name}: expected None where rows are copied as they are")
     # A tensor stands in for a pointer the kernel does not read.
     with torch.cuda.device_of(k):
         _write_kv_kernel[(batch * num_rows, heads)](

@@ -1,5 +1,9 @@
 // write_kv and compact_kv on the CPU: rows of a dense or paged cache are moved as bytes, whatever
-// their dtype.
+// their dtype; only what goes into a float8 cache from a wider dtype is converted.
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+#include <torch/headeronly/util/Half.h>
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -14,7 +18,7 @@ namespace {
 struct Rows {
   char* data;
   int64_t size[3], stride[3];
-  int64_t row;
+  int64_t row, dim;
 };
 
 Rows rows_of(const Tensor& tensor, const char* name) {
@@ -32,6 +36,7 @@ Rows rows_of(const Tensor& tensor, const char* name) {
     rows.stride[i] = strides[i] * bytes;
   }
   rows.row = sizes[3] * bytes;
+  rows.dim = sizes[3];
   return rows;
 }
 
@@ -79,26 +84,72 @@ constexpr int64_t kBytesPerThread = 1 << 16;
 
 int64_t grain_of(int64_t bytes) { return std::max<int64_t>(1, kBytesPerThread / (bytes + 1)); }
 
+// Stores one row of a head.
+using Store = void (*)(const char* from, char* to, int64_t dim, float scale);
+
+// from / scale rounded to float8. What lies past its largest number becomes that number, since a
+// NaN in the cache would spoil every later row.
+template <typename T>
+void store_float8(const char* from, char* to, int64_t dim, float scale) {
+  constexpr float kMost = 448.0f;
+  const T* source = reinterpret_cast<const T*>(from);
+  c10::Float8_e4m3fn* target = reinterpret_cast<c10::Float8_e4m3fn*>(to);
+  for (int64_t d = 0; d < dim; ++d) {
+    float x = static_cast<float>(source[d]) / scale;
+    if (x > kMost) x = kMost;
+    if (x < -kMost) x = -kMost;
+    target[d] = c10::Float8_e4m3fn(x);
+  }
+}
+
+// How rows of `from` go into the cache `to`: null where they are copied.
+Store choose_store(const Tensor& from, const Tensor& to, const char* name, const char* cache_name) {
+  if (from.scalar_type() == to.scalar_type()) return nullptr;
+  if (to.scalar_type() == ScalarType::Float8_e4m3fn) {
+    switch (from.scalar_type()) {
+      case ScalarType::Float:
+        return &store_float8<float>;
+      case ScalarType::Half:
+        return &store_float8<c10::Half>;
+      case ScalarType::BFloat16:
+        return &store_float8<c10::BFloat16>;
+      default:
+        break;
+    }
+  }
+  fail(name, ": expected the dtype of ", cache_name, ", ",
+       torch::headeronly::toString(to.scalar_type()), ", got ",
+       torch::headeronly::toString(from.scalar_type()));
+}
+
+float scale_of(const std::optional<Tensor>& scale, const char* name, bool converted) {
+  if (!scale.has_value()) return 1.0f;
+  if (!converted) fail(name, ": expected none, the rows are copied as they are");
+  if (scale->scalar_type() != ScalarType::Float || scale->numel() != 1) {
+    fail(name, ": expected one float32 element");
+  }
+  return *static_cast<const float*>(scale->const_data_ptr());
+}
+
 void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
               const Tensor& prefix_lens, const std::optional<Tensor>& lengths,
-              const std::optional<Tensor>& page_table) {
+              const std::optional<Tensor>& page_table, const std::optional<Tensor>& k_scale,
+              const std::optional<Tensor>& v_scale) {
   const Rows from[2] = {rows_of(k, "k"), rows_of(v, "v")};
   const Rows to[2] = {rows_of(k_cache, "k_cache"), rows_of(v_cache, "v_cache")};
   const int64_t batch = from[0].size[0], nodes = from[0].size[1], heads = from[0].size[2];
   check_written(k_cache, "k_cache");
   check_written(v_cache, "v_cache");
   const char* names[2][2] = {{"k", "k_cache"}, {"v", "v_cache"}};
-  const Tensor* dtypes[2][2] = {{&k, &k_cache}, {&v, &v_cache}};
+  const Store store[2] = {choose_store(k, k_cache, "k", "k_cache"),
+                          choose_store(v, v_cache, "v", "v_cache")};
+  const float scale[2] = {scale_of(k_scale, "k_scale", store[0] != nullptr),
+                          scale_of(v_scale, "v_scale", store[1] != nullptr)};
   for (int i = 0; i < 2; ++i) {
-    if (dtypes[i][0]->scalar_type() != dtypes[i][1]->scalar_type()) {
-      fail(names[i][0], ": expected the dtype of ", names[i][1], ", ",
-           torch::headeronly::toString(dtypes[i][1]->scalar_type()), ", got ",
-           torch::headeronly::toString(dtypes[i][0]->scalar_type()));
-    }
     if (from[i].size[0] != batch || from[i].size[1] != nodes || from[i].size[2] != heads) {
       fail(names[i][0], ": expected [", batch, ", ", nodes, ", ", heads, ", D] like k");
     }
-    if (to[i].size[2] != heads || to[i].row != from[i].row) {
+    if (to[i].size[2] != heads || to[i].dim != from[i].dim) {
       fail(names[i][1], ": expected the heads and head dim of ", names[i][0]);
     }
   }
@@ -110,22 +161,28 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
   const Places places[2] = {{to[0], "k_cache", batch, table, page_table.has_value()},
                             {to[1], "v_cache", batch, table, page_table.has_value()}};
 
-  parallel_for(
-      batch * nodes, grain_of(heads * (from[0].row + from[1].row)),
-      [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          const int64_t b = row / nodes, j = row % nodes;
-          if (counts.data != nullptr && j >= counts(b)) continue;
-          for (int i = 0; i < 2; ++i) {
-            char* place = places[i].at(b, static_cast<int64_t>(lens(b)) + j);
-            if (place == nullptr) continue;
-            const char* source = from[i].data + b * from[i].stride[0] + j * from[i].stride[1];
-            for (int64_t h = 0; h < heads; ++h) {
-              std::memcpy(place + h * to[i].stride[2], source + h * from[i].stride[2], from[i].row);
-            }
-          }
-        }
-      });
+  parallel_for(batch * nodes, grain_of(heads * (from[0].row + from[1].row)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t task = begin; task < end; ++task) {
+                   const int64_t b = task / nodes, j = task % nodes;
+                   if (counts.data != nullptr && j >= counts(b)) continue;
+                   for (int i = 0; i < 2; ++i) {
+                     char* place = places[i].at(b, static_cast<int64_t>(lens(b)) + j);
+                     if (place == nullptr) continue;
+                     const char* source =
+                         from[i].data + b * from[i].stride[0] + j * from[i].stride[1];
+                     for (int64_t h = 0; h < heads; ++h) {
+                       char* target = place + h * to[i].stride[2];
+                       const char* row = source + h * from[i].stride[2];
+                       if (store[i] == nullptr) {
+                         std::memcpy(target, row, from[i].row);
+                       } else {
+                         store[i](row, target, from[i].dim, scale[i]);
+                       }
+                     }
+                   }
+                 }
+               });
 }
 
 void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index,

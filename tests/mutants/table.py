@@ -303,6 +303,55 @@ ATTENTION_MUTANTS = [
         "positions[r, slot] = prefix_lens.max() + len(walk) - 1",
         "ragged_batch_has_its_own_positions",
     ),
+    # What the oracle and the rules must see beyond the field's reports.
+    kernel(
+        "const U32 subnormal = (U32)(magnitude < 8);",
+        "const U32 subnormal = (U32)(magnitude < 7);",
+        "",
+        tests="test_attention.py::test_every_float8_value_is_read_exactly",
+    ),
+    kernel(
+        "if constexpr (kFloat8<C>) return load(p) * scale;",
+        "if constexpr (kFloat8<C>) return load(p);",
+        "",
+        tests="test_attention.py::test_a_float8_cache_is_the_float32_cache_of_its_values",
+    ),
+    kernel(
+        "if (p.tree_len < 0) request.depths += request.first_row * p.depths_stride[1];",
+        "",
+        "",
+        tests="test_attention.py::test_varlen_rows_are_the_dense_rows",
+    ),
+    kernel(
+        "for (int64_t d = 0; d < p.v_dim; ++d) to[d]",
+        "for (int64_t d = 0; d < std::min(p.k_dim, p.v_dim); ++d) to[d]",
+        "",
+        tests="test_attention.py::test_matches_oracle",
+    ),
+    Mutant(
+        ATTENTION,
+        "p.padding_rows = total - indptr(p.batch);",
+        "p.padding_rows = 0;",
+        "",
+        tests="test_attention.py::test_varlen_rows_are_the_dense_rows",
+        objects="attention",
+    ),
+    Mutant(
+        ATTENTION,
+        "if (stop - start > most) {",
+        "if (stop - start > max_q) {",
+        "",
+        tests="test_attention.py::test_wrong_arguments_of_varlen_are_named",
+        objects="attention",
+    ),
+    Mutant(
+        CACHE,
+        "static_cast<float>(source[d]) / scale",
+        "static_cast<float>(source[d]) * scale",
+        "",
+        tests="test_cache.py::test_write_rounds_to_float8",
+        objects="cache",
+    ),
 ]
 
 CHOOSING_MUTANTS = [
