@@ -54,4 +54,10 @@ def test_mutants_can_be_planted(mutants):
     """A line that changed takes its mutants along: see their old text in tests/mutants/table.py."""
     stale = [m.stale(TESTS.parent) for m in mutants.MUTANTS]
     assert [s for s in stale if s] == []
+
+
+def test_mutants_name_tests_that_exist(mutants):
     assert {s for m in mutants.MUTANTS for s in m.slugs.split() if not mutants.tests_of(s)} == set()
+    for test in sorted({test for m in mutants.MUTANTS for test in m.tests.split()}):
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (TESTS / file).read_text(), test
