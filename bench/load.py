@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 import eagle2_kernels as ek
 from eagle2_kernels.decode import EagleDecoder, SamplingParams, TreeConfig
@@ -53,6 +54,9 @@ class SyntheticTarget(TargetModel):
             return nn.Parameter(values, requires_grad=False)
 
         self.hf_model = self
+        self.config = PretrainedConfig(
+            num_hidden_layers=1, max_position_embeddings=_POSITIONS, eos_token_id=0
+        )
         self._embedding = nn.Embedding(vocab, hidden, _weight=normal(vocab, hidden, 1.0))
         self._lm_head = nn.Linear(hidden, vocab, bias=False)
         self._lm_head.weight = normal(vocab, hidden, 1.0)
@@ -64,11 +68,8 @@ class SyntheticTarget(TargetModel):
         self._finish_logits = None
 
     @property
-    def max_positions(self) -> int:
-        return _POSITIONS
-
-    def eos_token_ids(self) -> list[int]:
-        return [0]
+    def num_layers(self) -> int:
+        return 1
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self._embedding
