@@ -23,6 +23,8 @@ from cases import (
     random_parents,
     visibility,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -401,6 +403,57 @@ def test_node_equals_plain_decoding(case, seed, dtype):
         want, want_lse = plain_decoding(inputs, b)
         assert same_bits(out[b : b + 1], want)
         assert same_bits(lse[b : b + 1], want_lse)
+
+
+@st.composite
+def any_case(draw) -> AttentionCase:
+    kv_heads = draw(st.integers(1, 3))
+    page_size = draw(st.sampled_from([None, 1, 5, 16, 24]))
+    return AttentionCase(
+        draw(st.integers(1, 70)),
+        (kv_heads * draw(st.sampled_from([1, 2, 3, 4, 7])), kv_heads),
+        draw(st.integers(1, 90)),
+        draw(st.integers(0, 300)),
+        batch=draw(st.integers(1, 3)),
+        page_size=page_size,
+        interleaved=page_size is not None and draw(st.booleans()),
+        chain=draw(st.booleans()),
+        window=draw(st.sampled_from([None, 1, 7, 150])),
+        softcap=draw(st.sampled_from([0.0, 3.0])),
+        sinks=draw(st.booleans()),
+        kv_chunk=draw(st.sampled_from([None, None, 1, 9, 64])),
+        v_dim=draw(st.integers(1, 90)),
+        float8=draw(st.booleans()),
+    )
+
+
+def test_any_call_matches_the_oracle_and_keeps_the_rules():
+    """Float64 against the formula; then any dtype: one node decoded alone, and flat rows."""
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(any_case(), st.integers(0, 99), st.data())
+    def check(case, seed, data):
+        exact = attention_inputs(case, torch.bfloat16, seed=seed).double()
+        out, lse = attend(exact)
+        want, want_lse = dense(exact, visibility(exact))
+        bound = 1e-14 * max(1.0, float(want_lse.abs().max()))
+        torch.testing.assert_close(out, want, rtol=0, atol=8 * bound)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=2e-7, atol=1e-6)
+
+        dtypes = [d for d in FLOATS.values() if not case.float8 or d != torch.float64]
+        inputs = attention_inputs(case, data.draw(st.sampled_from(dtypes)), seed=seed)
+        out, lse = attend(inputs)
+        request = data.draw(st.integers(0, case.batch - 1))
+        if not case.chain:
+            want, want_lse = plain_decoding(inputs, request)
+            assert same_bits(out[request][None], want)
+            assert same_bits(lse[request][None], want_lse)
+        counts = [data.draw(st.integers(0, case.nodes)) for _ in range(case.batch)]
+        flat_out, flat_lse = tree_attention_varlen(**flat(inputs, counts), return_lse=True)
+        rows = [torch.cat([x[b, :c] for b, c in enumerate(counts)]) for x in (out, lse)]
+        assert same_bits(flat_out, rows[0]) and same_bits(flat_lse, rows[1])
+
+    check()
 
 
 @pytest.mark.parametrize("nodes", TREE_SIZES, ids=lambda n: f"N{n}")
@@ -870,7 +923,7 @@ def test_empty_batches_no_nodes_and_empty_caches():
 
 
 @pytest.mark.parametrize("dim", [256, 255], ids=["whole vectors", "odd"])
-@pytest.mark.parametrize("flush", [False, True], ids=["", "denormals flushed"])
+@pytest.mark.parametrize("flush", [False, True], ids=["denormals kept", "denormals flushed"])
 def test_every_float8_value_is_read_exactly(dim, flush):
     """All bytes, subnormals and NaN included, as a key and as a value."""
     codes = torch.arange(dim, dtype=torch.int32).to(torch.uint8).view(FLOAT8)
@@ -903,6 +956,16 @@ def test_a_float8_cache_is_the_float32_cache_of_its_values(case, dtype):
     wide.q = inputs.q.float()
     want, want_lse = attend(wide)
     assert same_bits(out, want.to(dtype)) and same_bits(lse, want_lse)
+
+
+@pytest.mark.parametrize("case", FLOAT8_CASES, ids=lambda c: c.name)
+def test_the_oracle_reads_float8_caches(case):
+    inputs = attention_inputs(case, torch.float32)
+    want, want_lse = nan_outputs(inputs.q, inputs.v_cache)
+    reference.tree_attention_out(*inputs.args, **inputs.kwargs, out=want, lse=want_lse)
+    out, lse = attend(inputs)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_a_float8_cache_without_scales_has_scale_one():
@@ -992,7 +1055,7 @@ def test_varlen_rows_are_the_dense_rows(case, dtype, padding):
 
 
 @dtypes
-@pytest.mark.parametrize("window", [None, 4], ids=["", "window"])
+@pytest.mark.parametrize("window", [None, 4], ids=["no window", "window"])
 def test_varlen_rows_are_the_last_of_tree_len_slots(dtype, window):
     """The draft head's way with a different number of new nodes in each request."""
     slots, counts = 70, [5, 70, 0, 1]
@@ -1483,6 +1546,15 @@ def test_hostile_values_stay_inside_the_cache():
                 window=window,
             )
             assert out.isfinite().all()
+        call = {"page_table": table, "window": window, "qo_indptr": lens(0, trial % 8, 13)}
+        rows, bits = q.flatten(0, 1), mask.flatten(0, 1)
+        for words, more in (
+            (bits, {"tree_len": 70, "depths": depths}),
+            (bits, {"max_q": 70 + trial % 59, "depths": depths[0, :14]}),
+            (None, {}),
+        ):
+            out = tree_attention_varlen(rows, pool, pool, prefix, tree_mask=words, **call, **more)
+            assert out.isfinite().all() and (out[13] == 0).all()
 
 
 def test_keys_past_two_to_the_31():
