@@ -606,8 +606,8 @@ def test_one_error_lists_everything(tmp_path):
     ("changes", "expected"),
     [
         ({"hidden_size": None}, "hidden_size: missing in config.json"),
-        ({"hidden_size": "32"}, "hidden_size: expected a positive int, got '32'"),
-        ({"vocab_size": True}, "vocab_size: expected a positive int, got True"),
+        ({"hidden_size": "32"}, "hidden_size: expected an int of 1 or more, got '32'"),
+        ({"vocab_size": True}, "vocab_size: expected an int of 1 or more, got True"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of 4, got 3"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "expected a divisor of 32, got 5"),
         ({"head_dim": 7}, "head_dim: expected an even number, got 7"),
@@ -631,6 +631,40 @@ def test_one_error_lists_everything(tmp_path):
 def test_senseless_configurations_are_refused(target, tmp_path, changes, expected):
     write(tmp_path, eagle3_table(), EAGLE3_CONFIG | changes, "safetensors d2t")
     assert expected in refusal(tmp_path, target)
+
+
+JUNK = ["x", -1, 2**31 - 2, 2**62, 1.5, [3], {"a": 1}, True, float("inf")]
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle2-linear-rope", "eagle3-chosen-layers", "eagle3-speculators"]
+)
+def test_junk_in_a_configuration_raises_nothing_else(name, target, tmp_path):
+    """Every value of config.json, nested ones too, replaced by values of every type."""
+    table, config, how, _ = PUBLIC[name]
+    write(tmp_path, table, config, how)
+
+    def places(data, path=()):
+        for key, value in data.items():
+            yield (*path, key)
+            if isinstance(value, dict):
+                yield from places(value, (*path, key))
+
+    refused = 0
+    for *path, last in places(config | {"rope_parameters": {}}):
+        for junk in JUNK:
+            changed = json.loads(json.dumps(config))
+            inner = changed
+            for key in path:
+                inner = inner[key]
+            inner[last] = junk
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            try:
+                EagleHead.from_pretrained(tmp_path, target)
+            except ValueError as error:
+                refused += 1
+                assert "does not fit" in str(error), (path, last, junk)
+    assert refused > 60
 
 
 @pytest.mark.parametrize(

@@ -278,11 +278,12 @@ def test_too_few_layers_are_refused_with_the_reason(layers):
 def test_own_parts_survive_binding(deep_target):
     head = Eagle3Head.from_target(deep_target)
     own = torch.randn(97, 32)
+    head.embed_scale = 3.0
     head.set_embedding(own)
     with torch.no_grad():
         head.lm_head.weight.fill_(2.0)
     head.bind(deep_target)
-    assert torch.equal(head.embed_weight, own)
+    assert torch.equal(head.embed(torch.tensor([5, 96])), own[[5, 96]])
     assert torch.equal(head.lm_head.weight, torch.full((97, 32), 2.0))
 
 

@@ -66,6 +66,7 @@ _SIZES = (
     "vocab_size",
     "draft_vocab_size",
     "target_hidden_size",
+    "max_position_embeddings",
 )
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -121,15 +122,15 @@ def load_head(
     eagle3 = _is_eagle3(raw, tensors)
     ids = {name: tensors.pop(name, None) for name in ("d2t", "t2d", "draft_to_target")}
     embedding = tensors.pop("embed_tokens.weight", None)
-    config, table = _read_shape(raw, tensors, ids, eagle3, problems)
-    if config is not None:
-        _check_surroundings(config, embedding, eagle3, target, problems)
-    if problems or config is None:
+    skeleton, table = _read_shape(raw, tensors, ids, eagle3, problems)
+    if skeleton is not None:
+        _check_surroundings(skeleton, embedding, target, problems)
+    if problems or skeleton is None:
         listed = "\n".join(f"- {problem}" for problem in problems)
         raise ValueError(f"head in {source} does not fit:\n{listed}")
     weight = None if target is None else target.get_input_embeddings().weight
-    head = (Eagle3Head if eagle3 else EagleHead)(
-        config,
+    head = type(skeleton)(
+        skeleton.config,
         table,
         dtype=dtype or (tensors["fc.weight"] if weight is None else weight).dtype,
         device=None if weight is None else weight.device,
@@ -331,8 +332,11 @@ def _read_shape(
     ids: dict[str, Tensor | None],
     eagle3: bool,
     problems: list[str],
-) -> tuple[EagleConfig | None, Tensor | None]:
-    """The head's shape and draft vocabulary; None for a shape whose sizes cannot be told."""
+) -> tuple[EagleHead | None, Tensor | None]:
+    """The head without memory behind its weights, or None without usable sizes; draft vocabulary.
+
+    Lists what does not fit in the configuration, and in the names, shapes and dtypes of tensors.
+    """
     data = _object(raw, "transformer_layer_config", problems)
     data = data | {k: v for k, v in raw.items() if v is not None}
     kind = data.get("speculators_model_type")
@@ -371,15 +375,22 @@ def _read_shape(
         rms_norm_eps=eps,
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=data.get("max_position_embeddings"),
         fc_bias="fc.bias" in tensors,
         attention_bias=any(f"{attention}{x}_proj.bias" in tensors for x in "qkv"),
         qk_norm=any(f"{attention}{x}_norm.weight" in tensors for x in "qk"),
         own_lm_head="lm_head.weight" in tensors,
         final_logit_softcapping=cap,
     )
-    _compare_keys(config, tensors, eagle3, known, problems)
-    return (config if known else None), table
+    size = config.draft_vocab_size
+    try:
+        empty = None if size is None else torch.empty(size, dtype=torch.int64, device="meta")
+        head = (Eagle3Head if eagle3 else EagleHead)(config, empty, device="meta")
+    except RuntimeError:
+        # Numbers of elements overflow.
+        problems.append(f"{_CONFIG}: its sizes are too large for any tensor")
+        return None, None
+    _compare_tensors(head, tensors, known, problems)
+    return (head if known else None), table
 
 
 def _sizes(data: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
@@ -388,10 +399,10 @@ def _sizes(data: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
     sizes: dict[str, Any] = {}
     for name in _SIZES:
         value = data.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
             sizes[name] = value
         elif value is not None:
-            problems.append(f"{name}: expected a positive int, got {value!r}")
+            problems.append(f"{name}: expected an int of 1 or more, got {value!r}")
         elif name in _REQUIRED:
             problems.append(f"{name}: missing in {_CONFIG}")
     if len(problems) > before:
@@ -429,13 +440,13 @@ def _rotation(data: dict[str, Any], problems: list[str]) -> tuple[float, dict[st
     """rope_theta and the scaling, from the keys of any version of transformers."""
     rope = _object(data, "rope_parameters", problems) or _object(data, "rope_scaling", problems)
     theta = _number(rope | data, "rope_theta", EagleConfig.rope_theta, problems)
-    if data.get("partial_rotary_factor") not in (None, 1):
+    if (rope | data).get("partial_rotary_factor") not in (None, 1):
         problems.append("partial_rotary_factor: a rotation of a part of each head is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # In text all three positions of mrope are the same, which makes it the plain rotation.
     if kind in ("default", "mrope"):
         return theta, None
-    if kind not in _ROTATIONS:
+    if kind not in tuple(_ROTATIONS):
         problems.append(
             f"rope_scaling: expected {' or '.join(_ROTATIONS)} or none, got {kind!r}, "
             "which is not supported"
@@ -517,14 +528,9 @@ def _draft_table(
     return size or len(table), table
 
 
-def _compare_keys(
-    config: EagleConfig,
-    tensors: dict[str, Tensor],
-    eagle3: bool,
-    known_sizes: bool,
-    problems: list[str],
+def _compare_tensors(
+    head: EagleHead, tensors: dict[str, Tensor], known_sizes: bool, problems: list[str]
 ) -> None:
-    head = _skeleton(config, eagle3)
     expected = {k: list(v.shape) for k, v in head.named_parameters()}
     if unknown := sorted(tensors.keys() - expected.keys()):
         problems.append(f"unknown keys: {', '.join(unknown)}")
@@ -544,13 +550,10 @@ def _compare_keys(
 
 
 def _check_surroundings(
-    config: EagleConfig,
-    embedding: Tensor | None,
-    eagle3: bool,
-    target: nn.Module | None,
-    problems: list[str],
+    skeleton: EagleHead, embedding: Tensor | None, target: nn.Module | None, problems: list[str]
 ) -> None:
     """The embedding of the head's own, and the target."""
+    config = skeleton.config
     expected = [config.vocab_size, config.hidden_size]
     if embedding is not None:
         if list(embedding.shape) != expected:
@@ -564,13 +567,5 @@ def _check_surroundings(
             f"the head {config.hidden_size})"
         )
     if target is not None:
-        head = _skeleton(config, eagle3)
-        head.own_embedding = embedding is not None
-        problems += [f"target: {problem}" for problem in head.target_problems(target)]
-
-
-def _skeleton(config: EagleConfig, eagle3: bool) -> EagleHead:
-    """The head without memory behind its weights."""
-    size = config.draft_vocab_size
-    table = None if size is None else torch.empty(size, dtype=torch.int64, device="meta")
-    return (Eagle3Head if eagle3 else EagleHead)(config, table, device="meta")
+        skeleton.own_embedding = embedding is not None
+        problems += [f"target: {problem}" for problem in skeleton.target_problems(target)]
