@@ -202,11 +202,14 @@ def test_build_from_marginals(core, team):
         ]
         assert_tree(got, kept, 9, 8, slots > 0)
 
-    levels = st.lists(st.lists(entry, max_size=5), max_size=5)
+    # Ties matter where the tree is cut short among them.
+    tied = st.lists(st.sampled_from([-1.0, 0.0]), min_size=1, max_size=5)
+    falling = tied.map(lambda row: sorted(row, reverse=True))
+    levels = st.lists(st.lists(entry, max_size=5) | falling, max_size=5) | st.lists(falling)
     limit = st.one_of(st.integers(-1, 80), st.sampled_from([-(2**63), 2**63 - 1]))
     fuzz(
         check,
-        st.tuples(levels, st.integers(1, 70), limit, limit),
+        st.tuples(levels, st.integers(1, 9) | st.integers(1, 70), limit, limit),
         100 if team == 1 else 20,
     )
 

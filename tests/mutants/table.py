@@ -517,6 +517,48 @@ CHOOSING_MUTANTS = [
         "return depth <= depth_limit;",
         "nan_draft_scores",
     ),
+    tree(
+        "if (a.depth != b.depth) return a.depth < b.depth;",
+        "if (a.depth != b.depth) return a.depth > b.depth;",
+        "ties_take_the_lowest_index",
+        tests="test_flatten.py::test_marginals_with_equal_scores_go_by_depth_then_rank_then_parent",
+    ),
+    tree(
+        "if (a.rank != b.rank) return a.rank < b.rank;",
+        "if (a.rank != b.rank) return a.rank > b.rank;",
+        "ties_take_the_lowest_index",
+        tests="test_flatten.py::test_marginals_with_equal_scores_go_by_depth_then_rank_then_parent",
+    ),
+    tree(
+        "(own < bound ? own : bound)",
+        "own",
+        "child_without_its_parent",
+        tests="test_flatten.py::test_hostile_marginals_equal_the_oracle",
+    ),
+    tree(
+        "if (child + 1 < left && comes_before",
+        "if (child + 2 < left && comes_before",
+        "ties_take_the_lowest_index",
+        tests="test_flatten.py::test_marginals_give_the_best_of_all_prefixes",
+    ),
+    tree(
+        "take_best_prefixes(m, room - 1, depth_limit, s);",
+        "take_best_prefixes(m, max_nodes - 1, depth_limit, s);",
+        "degenerate_trees",
+        tests="test_flatten.py::test_hostile_marginals_equal_the_oracle",
+    ),
+    oracle(
+        "counted = counted.cummin(-1).values",
+        "pass",
+        "child_without_its_parent",
+        tests="test_flatten.py::test_hostile_marginals_equal_the_oracle",
+    ),
+    oracle(
+        "opened = [(depth, rank + 1, parent), (depth + 1, 0, len(taken) - 1)]",
+        "opened = [(depth, rank + 1, parent)]",
+        "degenerate_trees",
+        tests="test_flatten.py::test_marginals_of_any_size_equal_the_oracle",
+    ),
     oracle(
         "scores = torch.where(dead | scores.isnan(), NEG_INF, scores)",
         "scores = torch.where(dead, NEG_INF, scores)",
