@@ -11,7 +11,7 @@ from tiny_models import copycat_decoder, tiny_head, tiny_model
 import eagle2_kernels as ek
 from eagle2_kernels import EagleDecoder, SamplingParams, TreeConfig
 from eagle2_kernels.generation import TextStream
-from eagle2_kernels.models.heads import Eagle3Head
+from eagle2_kernels.models.heads import Eagle3Head, EagleConfig
 
 pytest.importorskip("transformers")
 
@@ -489,7 +489,7 @@ def test_the_end_of_the_position_table():
 
 def _any_head(model):
     """A head of its own shape: `from_target` wants Llama's names in the configuration."""
-    from eagle2_kernels.models.heads import EagleConfig, EagleHead
+    from eagle2_kernels.models.heads import EagleHead
 
     config = EagleConfig(
         hidden_size=32,
@@ -626,6 +626,27 @@ def test_a_beginning_of_a_stop_string_waits(speaker):
 
 
 # Loading
+
+
+def test_a_head_narrower_than_its_target_with_layers_of_its_choice():
+    model = tiny_model(num_hidden_layers=4)
+    config = replace(
+        EagleConfig.from_target(model.config, 40),
+        hidden_size=16,
+        fc_bias=False,
+        own_lm_head=True,
+        target_hidden_size=32,
+        aux_layers=(3, 0),
+    )
+    head = Eagle3Head(config, torch.randperm(61)[:40], dtype=torch.float64)
+    head.reset_parameters()
+    with pytest.raises(ValueError, match=r"expected an embedding of \[61, 16\], got \[61, 32\]"):
+        EagleDecoder(model, head)
+    head.set_embedding(torch.randn(61, 16))
+    decoder = EagleDecoder(model, head)
+    got = decoder.generate(PROMPTS, max_new_tokens=16, eos_token_ids=())
+    plain = decoder.generate_plain(PROMPTS, max_new_tokens=16, eos_token_ids=())
+    assert got.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("which", ["decoder", "copycat3"])
