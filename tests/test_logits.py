@@ -51,7 +51,7 @@ def edited(row, prompt, output, repetition=1.0, frequency=0.0, presence=0.0, bia
             y = y / repetition if y > 0 else y * repetition
         if counts[token]:
             y = y - frequency * counts[token] - presence
-        result.append(NEG_INF if NEG_INF in (x, bias.get(token)) else y)
+        result.append(NEG_INF if bias.get(token) == NEG_INF else y)
     return torch.tensor(result, dtype=torch.float64)
 
 
