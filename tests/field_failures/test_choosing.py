@@ -62,6 +62,16 @@ def test_ties_take_the_lowest_index(kernels, dtype):
     )
 
 
+def test_ties_take_the_lowest_index_of_independent_positions(kernels):
+    """Equal prefixes: the shallower, then the better ranked, first."""
+    log_probs, tokens = torch.zeros(1, 3, 2), torch.arange(6).view(1, 3, 2) + 10
+    for nodes, want in ((2, [10]), (3, [10, 11]), (4, [10, 11, 12]), (6, [10, 11, 12, 12, 13])):
+        tree = kernels.build_tree_from_marginals(
+            torch.tensor([9]), i32(5), tokens, log_probs, nodes
+        )
+        assert ids(ek.DraftTree(*tree[:9]))[0] == [9, *want]
+
+
 def test_ties_take_the_lowest_index_of_a_top_k_filter(kernels):
     """Ids past the k-th of equal logits are never drawn."""
     draws = kernels.sample_tokens(
@@ -98,6 +108,16 @@ def test_nan_draft_scores_in_the_rerank(kernels):
     # Its own parent, a later one, none at all, one past the row.
     tree = build(kernels, [-1.0] * 6, [0, 2, -1, -2, 6, 2**31 - 1], 7)
     assert ids(tree) == ([9, 12], [-1, 0])
+
+
+def test_nan_draft_scores_of_independent_positions(kernels):
+    # NaN ends the choices of its position; what lies behind a NaN position is out of reach
+    log_probs = torch.tensor([[[-0.5, NAN, -0.1], [-1.0, -2.0, -INF], [NAN, -0.1, -0.1]]])
+    tokens = torch.arange(9).view(1, 3, 3) + 10
+    tree = kernels.build_tree_from_marginals(torch.tensor([9]), i32(5), tokens, log_probs, 8)
+    tree = ek.DraftTree(*tree[:9])
+    assert ids(tree) == ([9, 10, 13, 14], [-1, 0, 1, 1])
+    assert tree.scores[0, :4].tolist() == [0.0, -0.5, -1.5, -2.5]
 
 
 def test_nan_draft_scores_leave_walks_bounded(kernels):

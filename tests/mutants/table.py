@@ -559,6 +559,11 @@ CHOOSING_MUTANTS = [
         "degenerate_trees",
         tests="test_flatten.py::test_marginals_of_any_size_equal_the_oracle",
     ),
+    tree(
+        "const float log_prob = own == own ? (own < bound ? own : bound) : minus_infinity();",
+        "const float log_prob = own < bound ? own : bound;",
+        "nan_draft_scores",
+    ),
     oracle(
         "scores = torch.where(dead | scores.isnan(), NEG_INF, scores)",
         "scores = torch.where(dead, NEG_INF, scores)",
@@ -641,7 +646,7 @@ CHOOSING_MUTANTS = [
         "stored = (row < count) & (slot >= 0)",
         "stored = (row <= count) & (slot >= 0)",
         "poison_in_an_invisible_slot",
-        tests="test_triton.py",
+        tests="test_triton.py::test_write_kv_stores_only_the_rows_asked_for",
         needs="triton",
     ),
     Mutant(
@@ -649,7 +654,7 @@ CHOOSING_MUTANTS = [
         "target_v = v_cache + page * vc_page + slot * vc_slot + head * vc_head + column",
         "target_v = v_cache + page * kc_page + slot * kc_slot + head * DV + column",
         "strided_kv_views",
-        tests="test_triton.py",
+        tests="test_triton.py::test_write_kv_stores_only_the_rows_asked_for",
         needs="triton",
     ),
 ]
