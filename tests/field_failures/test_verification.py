@@ -243,7 +243,7 @@ def test_filters_at_every_node_count_penalties_along_the_path(kernels):
     ]
     banned = torch.tensor([[[0.0, NAN, -INF, 1.0]]])
     kernels.process_logits(
-        banned, bias_tokens=torch.tensor([[1, 2, 0]]), bias_values=torch.tensor([[-INF, INF, 1.0]])
+        banned, bias_tokens=torch.tensor([[1, 2, 0]]), bias_values=torch.tensor([[-INF, 3.0, 1.0]])
     )
     assert banned.tolist() == [[[1.0, -INF, -INF, 1.0]]]
 
