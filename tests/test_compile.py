@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,8 +74,15 @@ print("compiled", got[-2].tolist())
 """
 
 
-def test_the_first_call_of_a_process_may_be_a_step_under_inductor():
-    run = subprocess.run([*PYTHON, INDUCTOR_FIRST], capture_output=True, text=True, check=False)
+def test_the_first_call_of_a_process_may_be_a_step_under_inductor(tmp_path):
+    # Nothing compiled before, and no pool of processes for the little there is to compile.
+    env = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    run = subprocess.run(
+        [*PYTHON, INDUCTOR_FIRST], capture_output=True, text=True, check=False, env=env
+    )
     assert run.stdout.startswith("compiled"), run.stderr[-3000:]
     # Somebody accepts a draft, or the cache move had nothing to do.
     assert "1" in run.stdout
@@ -358,7 +366,7 @@ def test_a_step_under_inductor_copies_no_cache(models):
     torch._dynamo.reset()
     ReinplaceCounters.clear()
     step = decode_step(*models)
-    with config.patch(fallback_by_default=True, fx_graph_cache=False):
+    with config.patch(fallback_by_default=True, fx_graph_cache=False, compile_threads=1):
         got = run_steps(torch.compile(step, fullgraph=True), *models, 3)
     for ours, want in zip(got, run_steps(step, *models, 3), strict=True):
         for a, b in zip(ours, want, strict=True):
