@@ -35,6 +35,15 @@ struct Tree {
   std::vector<int32_t> count;
 };
 
+// Whether `build(team, tree)` gives a team of three the tree it gives a team of one.
+template <typename Build>
+bool same_by_team(int n, const Build& build) {
+  Tree alone(n), shared(n);
+  build(eagle2::SoloTeam{}, alone);
+  run_team(3, [&](const auto& team) { build(team, shared); });
+  return alone == shared;
+}
+
 }  // namespace
 
 int main() {
@@ -50,33 +59,35 @@ int main() {
       scores[c] = -static_cast<float>(random() % 8);
       parents[c] = static_cast<int32_t>(random() % (c + 1)) - 1;
     }
+    std::vector<float> f(2 * m);
+    std::vector<int32_t> i(4 * m), histogram(256), shared(4);
+    std::vector<uint64_t> keys(eagle2::sort_capacity(n));
+    const eagle2::BuildScratch scratch{{f.data(), f.data() + m},
+                                       {i.data(), i.data() + m},
+                                       {i.data() + 2 * m, i.data() + 3 * m},
+                                       keys.data(),
+                                       histogram.data(),
+                                       shared.data()};
     const eagle2::Candidates candidates{tokens.data(), scores.data(), parents.data(), m};
-    std::vector<Tree> trees(2, Tree(n));
-    for (int threads : {1, 3}) {
-      std::vector<float> f(2 * m);
-      std::vector<int32_t> i(4 * m), histogram(256), shared(4);
-      std::vector<uint64_t> keys(eagle2::sort_capacity(n));
-      const eagle2::BuildScratch scratch{{f.data(), f.data() + m},
-                                         {i.data(), i.data() + m},
-                                         {i.data() + 2 * m, i.data() + 3 * m},
-                                         keys.data(),
-                                         histogram.data(),
-                                         shared.data()};
-      Tree& tree = trees[threads > 1];
-      const auto run = [&](const auto& team) {
-        eagle2::build_tree(team, candidates, 5, 9, n, n, m, scratch, tree.out());
-        team.sync();
-        eagle2::flatten_tree(team, tree.parents.data(), n, tree.count[0], 9, tree.depths.data(),
-                             tree.positions.data(), tree.child.data(), tree.sibling.data(),
-                             tree.mask.data());
-      };
-      if (threads == 1) {
-        run(eagle2::SoloTeam{});
-      } else {
-        run_team(threads, run);
-      }
-    }
-    different += !(trees[0] == trees[1]);
+    different += !same_by_team(n, [&](const auto& team, Tree& tree) {
+      eagle2::build_tree(team, candidates, 5, 9, n, n, m, scratch, tree.out());
+      team.sync();
+      eagle2::flatten_tree(team, tree.parents.data(), n, tree.count[0], 9, tree.depths.data(),
+                           tree.positions.data(), tree.child.data(), tree.sibling.data(),
+                           tree.mask.data());
+    });
+
+    const int depth = 1 + m % 4;
+    const eagle2::Marginals marginals{tokens.data(), scores.data(), depth, m / depth};
+    std::vector<eagle2::OpenPrefix> open(n);
+    std::vector<int64_t> taken(n);
+    std::vector<float> sums(n);
+    std::vector<int32_t> above(n), levels(n);
+    const eagle2::MarginalsScratch search{open.data(),   taken.data(), sums.data(),  above.data(),
+                                          levels.data(), keys.data(),  shared.data()};
+    different += !same_by_team(n, [&](const auto& team, Tree& tree) {
+      eagle2::build_tree_from_marginals(team, marginals, 5, 9, n, n, depth, search, tree.out());
+    });
   }
   std::printf("%d\n", different);
   return different != 0;
