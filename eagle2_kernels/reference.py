@@ -577,7 +577,8 @@ def process_logits(
             repeated = torch.where(y > 0, y / repetition, y * repetition)
             y = torch.where(in_prompt | (counts > 0), repeated, y)
             y = torch.where(counts > 0, y - frequency * counts - presence, y)
-            logits[r, i] = torch.where(bias == NEG_INF, NEG_INF, y).to(logits.dtype)
+            banned = (x == NEG_INF) | (bias == NEG_INF)
+            logits[r, i] = torch.where(banned, NEG_INF, y).to(logits.dtype)
 
 
 def count_tokens(counts: Tensor, tokens: Tensor) -> None:

@@ -200,6 +200,7 @@ def test_the_prompt_counts_for_the_repetition_penalty_alone():
     ("logit", "bias", "want"),
     [
         (NEG_INF, 5.0, NEG_INF),
+        (NEG_INF, INF, NEG_INF),
         (INF, NEG_INF, NEG_INF),
         (NAN, NEG_INF, NEG_INF),
         (NAN, 1.0, NAN),

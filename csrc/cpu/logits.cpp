@@ -31,9 +31,9 @@ struct Penalties {
 
   bool any() const { return repetition != 1 || frequency != 0 || presence != 0; }
 
-  // A ban holds even where the logit is NaN or infinite.
+  // A banned token stays banned, whatever NaN or infinity it meets.
   A apply(A x, const Touched<A>& t) const {
-    if (t.bias == -INFINITY) return -INFINITY;
+    if (x == -INFINITY || t.bias == -INFINITY) return -INFINITY;
     A y = x + t.bias;
     if (t.in_prompt || t.count > 0) y = y > 0 ? y / repetition : y * repetition;
     if (t.count > 0) {

@@ -962,7 +962,7 @@ VERIFICATION_MUTANTS = [
     ),
     Mutant(
         LOGITS,
-        "if (t.bias == -INFINITY) return -INFINITY;",
+        "if (x == -INFINITY || t.bias == -INFINITY) return -INFINITY;",
         "",
         "filters_at_every_node",
         tests="test_logits.py::test_banned_stays_banned",
