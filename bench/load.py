@@ -1,7 +1,7 @@
 """Load: many decode steps of a synthetic target and draft against plain decoding.
 
 ``python bench/load.py --steps 100000`` draws requests (batches of 1 to 16, tree shapes, stops, EOS
-sets, limits, seeds, greedy and sampled), decodes each batch with trees and plainly through
+sets, limits, seeds, filters, penalties), decodes each batch with trees and plainly through
 `EagleDecoder`, and ends at the first token that differs. What the process holds (resident memory,
 live tensors, file descriptors, threads) is sampled along the way and must not grow.
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,6 +235,27 @@ class Load:
         first, last = self.samples[len(self.samples) // 10], self.samples[-1]
         return Held(*(b - a for a, b in zip(first, last, strict=True)))
 
+    def _sampling(self, vocab: int) -> SamplingParams:
+        rng = self._rng
+        values: dict[str, Any] = {}
+        if rng.random() < 0.6:
+            values = {
+                "temperature": rng.choice([0.3, 0.7, 1.0, 1.5]),
+                "top_k": rng.choice([0, 0, 1, 5, 20]),
+                "top_p": rng.choice([1.0, 1.0, 0.5, 0.9]),
+                "min_p": rng.choice([0.0, 0.0, 0.05]),
+                "seed": rng.randrange(-(2**63), 2**64),
+            }
+        if rng.random() < 0.3:
+            values |= {
+                "repetition_penalty": rng.choice([1.0, 0.8, 1.3]),
+                "frequency_penalty": rng.choice([0.0, 0.4]),
+                "presence_penalty": rng.choice([0.0, -0.3, 0.9]),
+                "logit_bias": {t: rng.choice([-math.inf, -2.0, 3.0]) for t in range(5, vocab, 7)},
+                "logprobs": rng.choice([False, "raw", "processed"]),
+            }
+        return SamplingParams(**values)
+
     def _batch(self) -> None:
         rng = self._rng
         decoder = rng.choice(self._decoders)
@@ -242,18 +264,9 @@ class Load:
             [rng.randrange(vocab) for _ in range(rng.randint(1, _LONGEST_PROMPT))]
             for _ in range(rng.randint(1, _BATCH))
         ]
-        sampling = SamplingParams()
-        if rng.random() < 0.6:
-            sampling = SamplingParams(
-                temperature=rng.choice([0.3, 0.7, 1.0, 1.5]),
-                top_k=rng.choice([0, 0, 1, 5, 20]),
-                top_p=rng.choice([1.0, 1.0, 0.5, 0.9]),
-                min_p=rng.choice([0.0, 0.0, 0.05]),
-                seed=rng.randrange(-(2**63), 2**64),
-            )
         settings: dict[str, Any] = {
             "max_new_tokens": rng.choice([1, 2, rng.randint(3, 40), rng.randint(3, 400)]),
-            "sampling": sampling,
+            "sampling": self._sampling(vocab),
             "eos_token_ids": rng.sample(range(vocab), rng.choice([0, 0, 1, 2])),
         }
         if rng.random() < 0.3:
@@ -265,10 +278,14 @@ class Load:
         where = f"{settings} {config}, batch {len(prompts)}, after {self.steps} steps"
         assert tree.token_ids == plain.token_ids, f"other tokens: {where}"
         assert tree.text == plain.text, f"another text: {where}"
+        for a, b in zip(tree, plain, strict=True):
+            pairs = zip(a.logprobs or [], b.logprobs or [], strict=True)
+            assert all(math.isclose(x, y, abs_tol=1e-5) for x, y in pairs), f"logprobs: {where}"
         reasons = [g.finish_reason for g in plain]
         assert [g.finish_reason for g in tree] == reasons, f"another end: {where}"
         if rng.random() < 0.1:
             # Streamed, and left alone half way: the next call takes the caches it gives back.
+            settings["sampling"] = replace(settings["sampling"], logprobs=False)
             stream = decoder.stream(prompts, **settings, config=config)
             pieces = [next(stream, [""] * len(prompts)) for _ in range(3)]
             stream.close()
