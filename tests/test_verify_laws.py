@@ -605,6 +605,39 @@ def test_top_p_at_the_last_bit(vocab, top_k, dtype):
     assert 0.2 < kept / (3 * count) < 0.8, "one side of the edge is not met"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("after_top_k", [False, True], ids=["whole_row", "after_top_k"])
+def test_top_p_sums_small_masses_exactly(after_top_k, dtype):
+    """The best token has exactly half of the counted mass: at top_p 0.5 it stays alone.
+
+    The other half is many small masses, whose unrounded sum lies a little beside it.
+    """
+    vocab = 40
+    seed, position, loud = loud_token(vocab, 2.2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        values = -7 - 12 * torch.rand(vocab, generator=generator, dtype=torch.float64)
+        best, filler, *fine = [t for t in range(vocab) if t != loud][:5]
+        values[best], values[loud], values[filler] = 0, -0.5, -100  # top_k drops the filler
+        values = values.to(dtype)
+        small = [t for t in range(vocab) if t not in (best, *fine)]
+        left = 1 - float(counted_mass(values[small]).sum())
+        for token in fine:
+            values[token] = math.log(left) - 2**-20 if left > 0 else -100
+            left -= float(counted_mass(values[token]))
+        others = [t for t in range(vocab) if t != best]
+        assert float(counted_mass(values[others]).sum()) == 1
+        args = (values[None, None], torch.tensor([[position]]), torch.tensor([seed]))
+        filters = {"temperature": 1.0, "top_k": vocab - 1 if after_top_k else 0}
+        assert int(e2.sample_tokens(*args, **filters, top_p=0.5)) == best
+        assert int(e2.sample_tokens(*args, **filters, top_p=0.5 + 2**-24)) != best
+
+
+def counted_mass(scaled):
+    """e^x of scaled logits as top-p counts it: a multiple of 2**-33."""
+    return torch.round(reference._exp(scaled).double() * 2**33) / 2**33
+
+
 # chi-square: 200 000 draws against opposed draft and target logits
 
 DRAWS, WIDTH, LEVELS, CHILDREN = 200_000, 16, 3, 6
