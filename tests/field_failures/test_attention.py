@@ -126,6 +126,13 @@ def test_gqa_head_groups(attend, group):
     q, k = normal(1, 2, kv_heads * group, 8), normal(1, 3, kv_heads, 8, seed=1)
     out, _ = attend(q, k, v, i32(1))
     assert out[0, :, :, 0].round().tolist() == [[0.0] * group + [1.0] * group] * 2
+    # The query is the head's own, too.
+    v = normal(1, 3, kv_heads, 8, seed=2)
+    out, _ = attend(q, k, v, i32(1))
+    for head in range(kv_heads * group):
+        keys, values = k[0, :, head // group], v[0, :, head // group]
+        want = torch.softmax(keys @ q[0, 1, head] / 8**0.5, 0) @ values
+        torch.testing.assert_close(out[0, 1, head], want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["interleaved pages", "interleaved", "heads first"])

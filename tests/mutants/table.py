@@ -172,7 +172,7 @@ ATTENTION_MUTANTS = [
     ),
     kernel(
         "stride[1], head, stride[2]",
-        "stride[1], head, p.head_dim",
+        "stride[1], head, p.k_dim",
         "strided_kv_views",
     ),
     kernel(

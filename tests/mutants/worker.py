@@ -136,7 +136,9 @@ def link(site: Path, replaced: dict[str, Path]) -> str:
     libraries = Path(torch.__file__).parent / "lib"
     target = site / "eagle2_kernels" / "_C.abi3.so"
     target.unlink(missing_ok=True)
-    objects = [str(p) for p in (clean | replaced).values()]
+    # The first of several definitions of an inline function is taken: the mutant's.
+    kept = [path for name, path in clean.items() if name not in replaced]
+    objects = [str(path) for path in (*replaced.values(), *kept)]
     run = subprocess.run(
         ["c++", "-shared", *objects, f"-L{libraries}", "-ltorch_cpu", "-lc10", "-o", str(target)],
         capture_output=True,
