@@ -160,6 +160,8 @@ def test_child_without_its_parent(kernels):
     assert ids(build(kernels, scores, parents, 3)) == ([9, 10, 13], [-1, 0, 1])
     assert ids(build(kernels, scores, parents, 4)) == ([9, 10, 11, 13], [-1, 0, 0, 1])
     assert ids(build(kernels, scores, parents, 5)) == ([9, 10, 11, 12, 13], [-1, 0, 0, 2, 1])
+    # A child that looks worse keeps its own score.
+    assert ids(build(kernels, [-0.8, -1.0, -0.9], [-1, 0, -1], 3)) == ([9, 10, 12], [-1, 0, 0])
     # The rule reaches through several levels.
     assert ids(build(kernels, [-9.0, -1.0, -1.0, -2.0], [-1, 0, 1, -1], 2)) == ([9, 13], [-1, 0])
 
@@ -191,7 +193,7 @@ def test_parent_lookup_past_its_row(kernels):
     assert ids(tree, 0) == ([9, 10, 11], [-1, 0, 1])
     assert ids(tree, 1) == ([8, 14, 15], [-1, 0, 1])
     assert tree.parents[:, 3:].eq(-1).all() and tree.tree_mask[:, 3:].eq(0).all()
-    rows = i32(-1, 0, 3, 3, -1, 0, -1, 1).view(2, 4)
+    rows = i32(-1, 0, 3, 0, -1, 0, -1, 1).view(2, 4)
     depths, *_ = kernels.flatten_tree(rows, i32(3, 4), i32(5, 5))
     assert depths.tolist() == [[0, 1, -1, 0], [0, 1, -1, 2]]
     # The frontier's parents come from the level before, and from nowhere else.
@@ -255,6 +257,16 @@ def test_degenerate_trees(kernels, max_depth):
         target = torch.tensor([[token, 1, 1, 1, 1, 1]])
         got = kernels.verify_tree(target, star.draft_tokens, star.first_child, star.next_sibling, 1)
         assert [x.tolist() for x in got] == [[[0, slot]], [1], [1]]
+
+
+def test_degenerate_trees_side_by_side(kernels):
+    """A chain, a star and a root alone in one batch: nothing of one shows in the next."""
+    parents = i32(-1, 0, 1, 2, -1, 0, 0, 0, -1, -1, -1, -1).view(3, 4)
+    paths = kernels.retrieve_indices(parents, i32(4, 4, 1), 3)
+    chain, star, root = ([row for row in rows if row != [-1] * 4] for rows in paths.tolist())
+    assert chain == [[0, 1, 2, 3]]
+    assert star == [[0, slot, -1, -1] for slot in (1, 2, 3)]
+    assert root == [[0, -1, -1, -1]]
 
 
 KERNEL_FILES = sorted((ROOT / "triton_kernels").glob("*.py"))

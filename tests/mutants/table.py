@@ -393,13 +393,6 @@ CHOOSING_MUTANTS = [
     ),
     Mutant(
         EXPAND,
-        "if (!(beam_score > -INFINITY)) return;",
-        "if (beam_score == -INFINITY) return;",
-        "nan_draft_scores",
-        objects="expand",
-    ),
-    Mutant(
-        EXPAND,
         "((candidate.value - peak) - log_total) + beam_score",
         "(candidate.value - peak) - log_total",
         "log_probabilities_are_added",
@@ -481,8 +474,7 @@ CHOOSING_MUTANTS = [
     tree(
         "for (int32_t i = 0; i < capacity; ++i) is_inner[i] = 0;",
         "",
-        "nan_draft_scores",
-        tests="test_tree_core.py::test_leaf_paths_stay_inside_their_rows",
+        "degenerate_trees",
     ),
     tree(
         "{ return tree.depths[slot] > 0; }",
