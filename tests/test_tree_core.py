@@ -237,6 +237,8 @@ def test_noise_of_many_words_has_the_oracles_bits(core):
     words = np.random.default_rng(1).integers(0, 2**32, 200_000, dtype=np.uint32)
     # Small words are the large noise, which decides draws: take them on purpose.
     words[:50_000] >>= np.random.default_rng(2).integers(0, 32, 50_000, dtype=np.uint32)
+    # And those that round to 1.
+    words[-2:] = 2**32 - 128, 2**32 - 1
     want = reference.gumbel_from_words(torch.from_numpy(words.astype(np.int64))).numpy()
     assert np.array_equal(core.gumbel(words).view(np.int32), want.view(np.int32))
     v = np.minimum((words.astype(np.float64) + 0.5) * 2.0**-32, 1 - 2.0**-24)

@@ -39,13 +39,15 @@ def test_write_kv_stores_only_the_rows_asked_for(cache_kernels, page_size, dtype
         table = pages.view(batch, per_request).int()
         table[2, -1] = -1
         shape = (batch * per_request, page_size, heads, dim)
-    # Interleaved storage: strides must be honoured, not recomputed from shapes.
-    storage = torch.full((shape[0], 2, *shape[1:]), 9.0, dtype=dtype)
-    expected = storage.clone()
+    # K's storage is interleaved, V's has heads first: strides must be honoured, each cache's own.
+    pages, size = shape[:2]
+    stored = torch.full((pages, 2, size, heads, dim), 9.0, dtype=dtype)
+    stored_v = torch.full((pages, heads, size, dim), 9.0, dtype=dtype)
+    expected, expected_v = stored.clone(), stored_v.clone()
     args = (k, v, prefix, lengths, table)
-    reference.write_kv(expected[:, 0], expected[:, 1], *args)
-    cache_kernels.write_kv(storage[:, 0], storage[:, 1], *args)
-    assert torch.equal(storage, expected)
+    reference.write_kv(expected[:, 0], expected_v.transpose(1, 2), *args)
+    cache_kernels.write_kv(stored[:, 0], stored_v.transpose(1, 2), *args)
+    assert torch.equal(stored, expected) and torch.equal(stored_v, expected_v)
 
 
 # Runs in a process of its own: here the kernels are decorated for the interpreter.

@@ -102,6 +102,14 @@ def test_residual_mass_zero_with_coins(kernels):
             assert verify_coins(kernels, empty.to(dtype), [1], 0.5) == (-1, 0)
 
 
+def test_residual_mass_zero_of_no_uniform_number():
+    """The words at both ends give finite noise: no uniform number is exactly 0 or 1."""
+    words = torch.tensor([0, 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 1])
+    noise = reference.gumbel_from_words(words)
+    assert noise.isfinite().all() and noise.diff().le(0).all()
+    torch.testing.assert_close(noise[[0, -1]], torch.tensor([22.8739, -2.8115]), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_residual_mass_zero(kernels, dtype):
     """A peaked row whose likely token is no child: after rounding nothing else has mass."""

@@ -725,9 +725,7 @@ VERIFICATION_MUTANTS = [
         "const uint32_t bits = float_bits(scaled), largest = 0x3f7fffffu;",
         "const uint32_t bits = float_bits(scaled), largest = 0x3f800000u;",
         "residual_mass_zero",
-        objects="rows",
-        tests="test_verify.py::test_golden_words_and_noise_of_the_oracle"
-        " test_tree_core.py::test_golden_words_and_noise_of_the_core",
+        tests="test_tree_core.py::test_noise_of_many_words_has_the_oracles_bits",
     ),
     tree(
         "uint32_t c0 = static_cast<uint32_t>(position),",
@@ -900,7 +898,6 @@ VERIFICATION_MUTANTS = [
         "v = ((words.double() + 0.5) * 2.0**-32).float().clamp(max=1.0 - 2.0**-24)",
         "v = ((words.double() + 0.5) * 2.0**-32).float()",
         "residual_mass_zero",
-        tests="test_verify.py::test_golden_words_and_noise_of_the_oracle",
     ),
     oracle(
         "return 0 if allowed is None or not bool(allowed.any()) else int(allowed.int().argmax())",
