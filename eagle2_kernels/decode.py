@@ -162,6 +162,8 @@ class EagleDecoder:
         _check_pair(self.target, head)
         # Again if it was bound: to these weights, in their present dtype and place.
         head.bind(self.target.hf_model)
+        if self.target.pack_weights:
+            head.pack_weights()
         self._taps = head.taps(self.target.num_layers)
         # The caches of the last call, taken by the next one that fits into them.
         self._idle: tuple[SlotCache, DraftCache] | None = None
@@ -175,12 +177,19 @@ class EagleDecoder:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         config: TreeConfig | None = None,
+        pack_weights: bool = True,
     ) -> EagleDecoder:
-        """Load a target with its tokenizer, and a head of either kind (directory or hub name)."""
+        """Load a target with its tokenizer, and a head of either kind (directory or hub name).
+
+        ``pack_weights``: on a CPU in bfloat16, spend the memory of a second copy of the linear
+        layers' weights on faster forwards (the values are the same).
+        """
         from .models.heads import EagleHead
         from .models.target import load_target_model
 
-        model, tokenizer = load_target_model(target, dtype=dtype, device=device)
+        model, tokenizer = load_target_model(
+            target, dtype=dtype, device=device, pack_weights=pack_weights
+        )
         head = EagleHead.from_pretrained(draft, model.hf_model, dtype=model.dtype)
         return cls(model, head.eval(), tokenizer, config)
 

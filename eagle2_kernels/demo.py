@@ -118,10 +118,11 @@ def load_demo(dtype: torch.dtype | None = None, device: torch.device | str = "cp
     """
     from eagle2_kernels.decode import EagleDecoder
     from eagle2_kernels.models.heads import EagleHead
+    from eagle2_kernels.models.target import TargetModel
 
     target = load_target(dtype, device)
     head = EagleHead.from_pretrained(demo_head_dir(), target=target)
-    return EagleDecoder(target, head, tokenizer=load_tokenizer())
+    return EagleDecoder(TargetModel(target, pack_weights=True), head, tokenizer=load_tokenizer())
 
 
 def _find_gguf() -> Path:

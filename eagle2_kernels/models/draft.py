@@ -121,10 +121,11 @@ def refeed(
     K/V that tree rows of the last step left in these slots are overwritten.
     """
     rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-    x = head.inputs(token_ids, head.fuse(features))
-    q, k, v = head.project_qkv(x, prefix_lens[:, None] + rows)
-    write_kv(cache.k, cache.v, k, v, prefix_lens, lengths)
-    return head.finish(x, tree_attention(q, cache.k, cache.v, prefix_lens))
+    with head.packed:
+        x = head.inputs(token_ids, head.fuse(features))
+        q, k, v = head.project_qkv(x, prefix_lens[:, None] + rows)
+        write_kv(cache.k, cache.v, k, v, prefix_lens, lengths)
+        return head.finish(x, tree_attention(q, cache.k, cache.v, prefix_lens))
 
 
 class HeadDrafter:
@@ -150,12 +151,13 @@ class HeadDrafter:
         head, cache, prefix_lens = self._head, self._cache, self._prefix_lens
         top_k = tokens.shape[1]
         tree_len = (level + 1) * top_k
-        x = head.inputs(tokens, take_rows(self._hidden, rows))
-        q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])
-        write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)
         words = mask[..., : (tree_len + 63) // 64]
-        attn = tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
-        self._hidden = head.finish(x, attn)
+        with head.packed:
+            x = head.inputs(tokens, take_rows(self._hidden, rows))
+            q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])
+            write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)
+            attn = tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
+            self._hidden = head.finish(x, attn)
         return head.logits(self._hidden)
 
 

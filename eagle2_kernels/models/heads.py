@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _checks
+from .packed import PackedLinears, can_pack, pack_linear
 
 __all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
 
@@ -194,6 +195,8 @@ class EagleHead(nn.Module):
         self.register_buffer("inv_freq", _inverse_frequencies(config, device), persistent=False)
         self.embed_scale = 1.0
         self.own_embedding = False
+        self.packed = PackedLinears()
+        self._packed_lm_head: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     def _widths(self) -> tuple[int, int]:
         """Inputs of fc, and of q, k and v."""
@@ -300,6 +303,18 @@ class EagleHead(nn.Module):
             if bias is not None:
                 bias = bias[self.draft_to_target.to(bias.device)].contiguous()
         self.lm_head_weight, self.lm_head_bias = weight, bias
+        return self
+
+    @torch.no_grad()
+    def pack_weights(self) -> EagleHead:
+        """Keep packed copies of the linear layers, for ``with head.packed:`` and `logits`; self.
+
+        Call it after `bind`, which brings another lm_head. See `PackedLinears`.
+        """
+        self.packed = PackedLinears(self)
+        weight = self._logits_weight()
+        if can_pack(weight):
+            self._packed_lm_head = weight, pack_linear(weight.detach(), self.lm_head_bias)
         return self
 
     def target_problems(self, model: nn.Module) -> list[str]:
@@ -418,12 +433,19 @@ class EagleHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`lm_head(g)`: hidden [..., H] -> [..., Vd] (draft ids; V without draft vocabulary)."""
+        w, packed = self._logits_weight(), self._packed_lm_head
+        if packed is not None and packed[0] is w and not torch.is_grad_enabled():
+            out = packed[1](hidden.to(w.dtype))
+        else:
+            out = F.linear(hidden.to(w.dtype), w, self.lm_head_bias)
+        cap = self.config.final_logit_softcapping
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    def _logits_weight(self) -> Tensor:
         w = self.lm_head.weight if self.config.own_lm_head else self.lm_head_weight
         if w is None:
             raise RuntimeError("EagleHead is not bound to a target: call head.bind(model) first")
-        out = F.linear(hidden.to(w.dtype), w, self.lm_head_bias)
-        cap = self.config.final_logit_softcapping
-        return out if cap is None else torch.tanh(out / cap) * cap
+        return w
 
     def forward_train(self, tokens: Tensor, features: Tensor, steps: int = 1) -> list[Tensor]:
         """Predicted features of every position, for 1 .. `steps` recursive draft levels.

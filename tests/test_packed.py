@@ -1,0 +1,134 @@
+"""Linear layers from packed weights: the model's own values, and the model left as it was."""
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from eagle2_kernels.decode import EagleDecoder
+from eagle2_kernels.models.packed import PackedLinears, can_pack
+from eagle2_kernels.models.target import TargetModel
+
+# Where oneDNN has no bfloat16 nothing is packed, and the same code must give the same values.
+HAS_BF16 = can_pack(torch.zeros(16, 16, dtype=torch.bfloat16))
+
+
+class Net(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 160, bias=bias), nn.Linear(160, 48, bias=bias)
+        self.to(torch.bfloat16)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 200])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@torch.inference_mode()
+def test_values_are_those_of_the_plain_layers(rows, bias):
+    net = Net(bias)
+    x = torch.randn(rows, 64, dtype=torch.bfloat16)
+    expected = net.double()(x.double())
+    net = net.to(torch.bfloat16)
+    plain = (net(x).double() - expected).abs().max()
+    packed = PackedLinears(net)
+    assert len(packed) == (2 if HAS_BF16 else 0)
+    with packed:
+        got = net(x)
+    assert got.shape == (rows, 48) and got.dtype == torch.bfloat16
+    assert (got.double() - expected).abs().max() <= 2 * plain + 1e-3
+    # packed for good, usable again, any leading shape
+    with packed:
+        assert torch.equal(net(x[None])[0], got)
+
+
+@torch.inference_mode()
+def test_only_the_block_runs_packed():
+    net = Net()
+    packed = PackedLinears(net)
+    with packed:
+        assert all(("forward" in vars(m)) == HAS_BF16 for m in (net.up, net.down))
+    assert not any("forward" in vars(m) for m in net.modules())
+    with pytest.raises(ZeroDivisionError), packed:
+        raise ZeroDivisionError
+    assert not any("forward" in vars(m) for m in net.modules())
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "data", "new bias"])
+@torch.no_grad()
+def test_a_changed_weight_is_seen(change):
+    net = Net()
+    packed = PackedLinears(net)
+    if change == "in place":
+        net.up.weight.mul_(2)
+    elif change == "replaced":
+        net.up.weight = nn.Parameter(net.up.weight * 2)
+    elif change == "data":
+        net.up.weight.data = net.up.weight.data * 2
+    else:
+        net.up.bias = nn.Parameter(torch.ones(160, dtype=torch.bfloat16))
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = net(x)
+    assert net.up not in packed
+    assert (net.down in packed) == HAS_BF16
+    with packed:
+        assert torch.equal(net(x), expected)
+
+
+def test_what_is_not_a_plain_bfloat16_linear_layer_is_left_alone():
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 3
+
+    hooked = nn.Linear(8, 8, dtype=torch.bfloat16)
+    hooked.forward = lambda x: x
+    model = nn.Sequential(Quantised(8, 8, dtype=torch.bfloat16), hooked, nn.Linear(8, 8))
+    assert len(PackedLinears(model)) == 0
+    with PackedLinears(model):
+        assert hooked(1) == 1
+    assert hooked(1) == 1
+
+
+@torch.inference_mode()
+def test_a_target_forward_has_the_same_bits_packed_or_not():
+    model = tiny_models.tiny_model(dtype=torch.bfloat16)
+    plain, packed = TargetModel(model), TargetModel(model, pack_weights=True)
+    tokens = torch.arange(6)[None] + 3
+    outputs = []
+    for target in (plain, packed):
+        cache = target.new_cache(1, 16)
+        features = target.forward(
+            cache, tokens, torch.arange(6)[None], torch.zeros(1, dtype=torch.int32)
+        )
+        outputs.append((features, target.logits(features), cache.k[0]))
+    error = max((a.float() - b.float()).abs().max() for a, b in zip(*outputs, strict=True))
+    scale = outputs[0][1].float().abs().max()
+    assert error <= 0.03 * scale
+    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    assert all(packed.is_packed(m) == HAS_BF16 for m in linears)
+    assert not any(plain.is_packed(m) for m in linears)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@torch.inference_mode()
+def test_a_decoder_packs_its_head_with_its_target():
+    model = tiny_models.tiny_model(dtype=torch.bfloat16)
+    head = tiny_models.tiny_head(model, draft_vocab=range(40))
+    prompts = [[5, 9, 11, 3], [7, 7]]
+    EagleDecoder(model, head)
+    hidden = torch.randn(3, model.config.hidden_size, dtype=torch.bfloat16)
+    logits = head.logits(hidden)
+    decoder = EagleDecoder(TargetModel(model, pack_weights=True), head)
+    assert (head.fc in head.packed) == HAS_BF16
+    got = decoder.generate(prompts, max_new_tokens=12, eos_token_ids=())
+    plain = decoder.generate_plain(prompts, max_new_tokens=12, eos_token_ids=(), pad_rows=8)
+    assert [len(g) for g in got.token_ids] == [12, 12]
+    if decoder.target.row_invariant_rows() is not None:
+        assert got.token_ids == plain.token_ids
+    assert (head.logits(hidden) - logits).abs().max() <= 0.03 * logits.abs().max()
+    # bound to another target's lm_head: the packed one is not used any more
+    other = tiny_models.tiny_model(seed=1, dtype=torch.bfloat16)
+    head.bind(other)
+    assert torch.equal(head.logits(hidden), torch.nn.functional.linear(hidden, head.lm_head_weight))
