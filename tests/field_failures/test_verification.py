@@ -183,10 +183,11 @@ CHAIN = (torch.tensor([[9, 0, 1, 0]]), i32(1, 2, 3, -1)[None], i32(-1, -1, -1, -
         ({"top_k": 2}, [0, 1]),
         ({"top_p": 0.7}, [0, 1]),
         ({"top_k": 3, "top_p": 0.46}, [0]),
+        ({"top_k": 3, "top_p": 0.7}, [0, 1]),
         ({"min_p": 0.5}, [0, 1]),
         ({"allowed_mask": 0b01011}, [0, 1, 3]),
     ],
-    ids=["top_k", "top_p", "top_p after top_k", "min_p", "banned"],
+    ids=["top_k", "top_p", "top_p after top_k", "both keep two", "min_p", "banned"],
 )
 def test_filters_at_every_node(filters, kept):
     """At each depth the law is the filtered one, whatever the draft proposes there."""
