@@ -1,6 +1,7 @@
 """The rooms of the package and the one direction their dependencies point in."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,29 @@ def test_operator_rooms_depend_only_downwards(name):
     outside, rooms = imports(PACKAGE / name)
     assert not outside & HEAVY
     assert rooms <= ALLOWED[name]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "integrations").glob("*.py")), ids=lambda p: p.name
+)
+def test_adapters_to_engines_map_arguments_of_operators(path):
+    outside, rooms = imports(path)
+    assert outside <= {"__future__", "torch", path.stem, *sys.stdlib_module_names}
+    assert rooms <= {
+        "ops",
+        "tree",
+        "_checks",
+        "expand",
+        "flatten",
+        "attention",
+        "verify",
+        "_layouts",
+    }
+
+
+def test_nothing_imports_the_adapters():
+    for path in PACKAGE.rglob("*.py"):
+        assert "integrations" not in imports(path)[1], path
 
 
 def test_the_oracle_imports_only_torch():
