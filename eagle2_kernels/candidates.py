@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,8 +56,8 @@ def candidates_from_choices(
     Args:
         choices: paths of ranks, each path's prefixes among them, in order of precedence.
         tokens: [B, D, K] int64, the K best tokens of each of the D next positions.
-        log_probs: [B, D, K] float32, their log-probabilities (nats); None to go by the places in
-            ``choices``.
+        log_probs: [B, D, K] float32, their log-probabilities (nats); None: the scores are -1, -2,
+            .. by place in ``choices`` (no log-probabilities).
 
     Returns:
         `Candidates` [B, len(choices)].
@@ -135,8 +135,8 @@ def candidates_from_chain(
 
     Args:
         tokens: [B, D] int64, the drafted continuation.
-        log_probs: [B, D] float32, log-probability of each token after those before it; None to go
-            by depth.
+        log_probs: [B, D] float32, log-probability of each token after those before it; None: the
+            scores are -1, -2, .. by depth (no log-probabilities).
         lengths: [B] int32, tokens drafted for each request; None: all D.
 
     Returns:
@@ -193,6 +193,7 @@ def candidates_from_continuations(
         `Candidates` [B, M]; M is the largest trie of the batch, the others are padded with -inf.
 
     Raises:
+        TypeError: ``continuations`` lacks a level; those of one request go in a list of one.
         ValueError: the weights are not one positive finite number per continuation.
 
     Source: token trees, SpecInfer, arXiv 2305.09781.
@@ -201,6 +202,12 @@ def candidates_from_continuations(
         raise ValueError(f"weights: expected {len(continuations)} requests, got {len(weights)}")
     rows: list[tuple[list[int], list[float], list[int]]] = []
     for r, sequences in enumerate(continuations):
+        if not isinstance(sequences, Iterable) or not all(
+            isinstance(sequence, Iterable) for sequence in sequences
+        ):
+            raise TypeError(
+                f"continuations[{r}]: expected a list of token id sequences, got {sequences!r}"
+            )
         own = [1.0] * len(sequences) if weights is None else list(weights[r])
         if len(own) != len(sequences) or not all(0 < w < math.inf for w in own):
             raise ValueError(
@@ -267,7 +274,7 @@ def prompt_lookup(
     longest match.
 
     Args:
-        token_ids: the tokens so far, the tree's root last.
+        token_ids: one request's tokens so far, the tree's root last.
         length: tokens per continuation, at most.
         limit: continuations, at most.
         max_ngram: longest suffix of ``token_ids`` to look for.
@@ -277,7 +284,7 @@ def prompt_lookup(
         Continuations, for `candidates_from_continuations`; none when nothing recurs.
 
     Raises:
-        TypeError: a bound is not an int.
+        TypeError: a token is no number, or a bound is not an int.
         ValueError: a bound is out of range.
 
     Source: prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -286,7 +293,10 @@ def prompt_lookup(
     _checks.integer("limit", limit, 1)
     _checks.integer("min_ngram", min_ngram, 1)
     _checks.integer("max_ngram", max_ngram, min_ngram)
-    ids = [int(token) for token in token_ids]
+    try:
+        ids = [int(token) for token in token_ids]
+    except TypeError as error:
+        raise TypeError("token_ids: expected the ids of one request, one int each") from error
     found: dict[int, list[int]] = {}
     for n in range(min(max_ngram, len(ids) - 1), min_ngram - 1, -1):
         suffix = ids[-n:]

@@ -40,14 +40,22 @@ console = Console(stderr=False, highlight=False)
 
 Prompt = Annotated[str, typer.Argument(help="The user's message; '-' reads it from stdin.")]
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Hugging Face model directory. Default: the demo's.")
+    str | None,
+    typer.Option(
+        "--target", help="Hugging Face model, directory or hub name. Default: the demo's."
+    ),
 ]
 DraftOption = Annotated[
-    str | None, typer.Option("--draft", help="EAGLE head directory. Default: the demo's.")
+    str | None,
+    typer.Option("--draft", help="EAGLE head, directory or hub name. Default: the demo's."),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", help="bfloat16, float16, float32 or float64. Default: by the machine."),
+    typer.Option(
+        "--dtype",
+        help="bfloat16, float16, float32 or float64. Default: the files'; "
+        "of the demo by the machine.",
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens at most.")]
 MaxNodes = Annotated[

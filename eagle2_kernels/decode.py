@@ -181,6 +181,7 @@ class EagleDecoder:
     ) -> EagleDecoder:
         """Load a target with its tokenizer, and a head of either kind (directory or hub name).
 
+        ``dtype`` defaults to that of the target's files, for the head too.
         ``pack_weights``: on a CPU in bfloat16, spend the memory of a second copy of the linear
         layers' weights on faster forwards (the values are the same).
         """
@@ -207,7 +208,8 @@ class EagleDecoder:
         """Continue each prompt, several tokens per target forward.
 
         Args:
-            prompts: text or token ids of one request, or a list of such.
+            prompts: text or token ids of one request, or a list of such. Text is tokenized as it
+                is: a chat needs the tokenizer's template first (the command applies it).
             max_new_tokens: most tokens per request; the end of the position table may come first.
             sampling: greedy by default.
             stop: strings that end a request; the text is cut before the first one found. They are

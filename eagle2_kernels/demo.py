@@ -114,7 +114,8 @@ def load_tokenizer() -> Any:
 def load_demo(dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> EagleDecoder:
     """Return the ready demo decoder: target, shipped head and `.tokenizer`.
 
-    Raises DemoUnavailableError when the target cannot be had.
+    ``dtype`` defaults to `default_dtype()`. Raises DemoUnavailableError when the target cannot be
+    had.
     """
     from eagle2_kernels.decode import EagleDecoder
     from eagle2_kernels.models.heads import EagleHead

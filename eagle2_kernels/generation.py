@@ -7,6 +7,7 @@ and stops at the first that ends it, so the cut is the same however many came at
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ class SamplingParams:
     or ``"raw"`` under the model's own softmax, ``"processed"`` under that after bias and penalties.
     Temperature and the cuts are in neither.
 
-    Raises ValueError for a value out of range.
+    Raises ValueError for a value out of range, TypeError for what is no number.
     """
 
     temperature: float = 0.0
@@ -61,6 +62,10 @@ class SamplingParams:
     logprobs: bool | str = False
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"{name}: expected a number, got {value!r}")
         if not (0 <= self.temperature <= torch.finfo(torch.float32).max):
             raise ValueError(
                 f"temperature: expected a finite float32 value >= 0, got {self.temperature}"
@@ -101,6 +106,8 @@ class SamplingParams:
         for token, value in bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise ValueError(f"logit_bias: expected token ids, got {token!r}")
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"logit_bias: expected a number for token {token}, got {value!r}")
             if not (value == -math.inf or -largest <= value <= largest):
                 raise ValueError(
                     f"logit_bias: expected a finite float32 value or -inf for token {token}, "
@@ -179,7 +186,8 @@ class Stats:
     Attributes:
         new_tokens: tokens emitted, EOS included.
         target_forwards: target forwards after prefill.
-        accept_length: tokens emitted after the first / target forwards; 0 without a forward.
+        accept_length: tokens emitted after the first / target forwards; 0 without a forward. It
+            counts the bonus token, as papers do; the operators' ``accept_length`` does not.
         accept_histogram: entry i counts the forwards that emitted i + 1 tokens.
         seconds: wall time of the whole call by phase (``prefill``, ``draft``, ``verify``,
             ``total``). On a GPU the host waits only for emitted tokens: ``verify`` holds the wait.
@@ -385,8 +393,9 @@ def read_prompts(prompts: Any, tokenizer: Any, vocab_size: int) -> tuple[bool, l
     single = isinstance(prompts, str) or _is_ids(prompts)
     items = [prompts] if single else prompts
     if not isinstance(items, (list, tuple)) or not items:
+        hint = ' (take its "input_ids")' if isinstance(items, Mapping) else ""
         raise ValueError(
-            f"prompts: expected text, token ids, or a non-empty list of such, got {prompts!r}"
+            f"prompts: expected text, token ids, or a non-empty list of such, got {prompts!r}{hint}"
         )
     requests = []
     for i, item in enumerate(items):
@@ -397,7 +406,10 @@ def read_prompts(prompts: Any, tokenizer: Any, vocab_size: int) -> tuple[bool, l
         elif isinstance(item, Tensor):
             item = item.tolist()
         if not _is_ids(item):
-            raise ValueError(f"prompts[{i}]: expected at least one token, got {item!r}")
+            hint = " (apply the chat template first)" if isinstance(item, Mapping) else ""
+            raise ValueError(
+                f"prompts[{i}]: expected text or at least one token id, got {item!r}{hint}"
+            )
         strange = [t for t in item if not 0 <= t < vocab_size]
         if strange:
             raise ValueError(f"prompts[{i}]: expected ids in [0, {vocab_size}), got {strange[0]}")
@@ -437,7 +449,9 @@ def make_requests(
     try:
         eos = frozenset(operator.index(token) for token in eos_token_ids)
     except TypeError:
-        raise ValueError(f"eos_token_ids: expected token ids, got {eos_token_ids!r}") from None
+        raise ValueError(
+            f"eos_token_ids: expected a sequence of ids, got {eos_token_ids!r}"
+        ) from None
     requests = []
     for i, prompt in enumerate(prompts):
         room = max_new_tokens

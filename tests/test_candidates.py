@@ -289,8 +289,26 @@ def test_wrong_bounds_of_prompt_lookup_are_named(change, message):
             ValueError,
             r"lengths: expected shape \[B\] = \(1\), got \(2,\)",
         ),
+        (
+            lambda: e2.candidates_from_continuations([[5, 6], [7]]),
+            TypeError,
+            r"continuations\[0\]: expected a list of token id sequences, got \[5, 6\]",
+        ),
+        (
+            lambda: e2.prompt_lookup([[5, 6], [7]]),
+            TypeError,
+            "token_ids: expected the ids of one request",
+        ),
     ],
-    ids=["choices rank", "choices log_probs", "chain dtype", "chain log_probs", "chain lengths"],
+    ids=[
+        "choices rank",
+        "choices log_probs",
+        "chain dtype",
+        "chain log_probs",
+        "chain lengths",
+        "one request's continuations",
+        "two requests' tokens",
+    ],
 )
 def test_wrong_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):

@@ -700,6 +700,24 @@ def test_sampling_out_of_range(settings, message):
         SamplingParams(**settings)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+    ],
+)
+def test_settings_that_are_no_numbers_are_named(name):
+    value = {3: "1"} if name == "logit_bias" else "1"
+    with pytest.raises(TypeError, match=f"{name}: expected a number.* got '1'"):
+        SamplingParams(**{name: value})
+
+
 @pytest.mark.parametrize("name", ["max_nodes", "top_k", "max_depth"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_tree_shapes_out_of_range(name, value):
@@ -717,6 +735,8 @@ def test_tree_shapes_out_of_range(name, value):
         ([3, -1], {}, r"\[0, 61\)"),
         ("text", {}, "tokenizer"),
         (None, {}, "prompts"),
+        ([{"role": "user", "content": "hi"}], {}, r"prompts\[0\]: .*chat template"),
+        ({"input_ids": [3]}, {}, 'prompts: .*take its "input_ids"'),
         ([3], {"stop": "x"}, "tokenizer"),
         ([3], {"stop": [""]}, "stop"),
         ([3], {"stop": 5}, "stop"),

@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_tree_attention_example():
-    (code,) = (b for b in BLOCKS if "tree_attention" in b)
+    (code,) = (b for b in BLOCKS if "flatten_tree" in b)
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)
     assert scope["out"].shape == (1, 5, 8, 64)
@@ -25,6 +25,25 @@ def test_any_drafter_example():
     # After "5 6" came "7 5 6 8 5 6" and "8 5 6".
     assert scope["tree"].draft_tokens[0, :3].tolist() == [17, 8, 7]
     assert scope["tree"].num_nodes.tolist() == [10]
+
+
+def test_step_example():
+    scope: dict = {}
+    blocks = [b for b in BLOCKS if "ek." in b]
+    for code in blocks[:-1]:
+        exec(compile(code, "README.md", "exec"), scope)
+    (code,) = (b for b in BLOCKS if "sample_and_verify" in b)
+    assert code is blocks[-1]
+    # The target's logits agree with the tree's first path: 17, 8, 7, .. are at slots 0, 1, 2.
+    told = code.replace("emitted, accept", "logits[0, 0, 8] = 99.0\nemitted, accept", 1)
+    exec(compile(told, "README.md", "exec"), scope)
+    length, path = scope["accept_length"].item(), scope["accept_index"][0]
+    assert length >= 1 and path[:2].tolist() == [0, 1]
+    emitted = scope["emitted"][0, : length + 1].tolist()
+    assert emitted[0] == 8 and emitted[-1] == scope["root_tokens"].item()
+    assert scope["prefix_lens"].tolist() == [600 + length + 1]
+    kept = scope["k_cache"][0, 600 : 601 + length]
+    assert kept.equal(scope["k"][0, path[: length + 1].long()])
 
 
 @pytest.mark.slow

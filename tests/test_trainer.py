@@ -129,6 +129,11 @@ def test_split_is_greedy_first_and_disjoint(conversations):
     assert same == validation and sum(map(len, few)) <= 40 and few == training[: len(few)]
 
 
+def test_too_many_held_out_are_named(conversations):
+    with pytest.raises(ValueError, match="held_out: expected fewer than the 24 conversations"):
+        split(conversations, 24, None, 0)
+
+
 def test_draft_vocabulary_is_the_most_frequent_ids():
     data = [Conversation([9], [5, 5, 5, 7, 7, 8]), Conversation([9], [8, 5, 8])]
     assert draft_vocabulary(data, 2) == [5, 8]

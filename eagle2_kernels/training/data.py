@@ -89,7 +89,10 @@ def split(
     order = np.random.default_rng(seed).permutation(len(conversations))
     ranked = sorted(order.tolist(), key=lambda i: not conversations[i].greedy)
     if held_out >= len(ranked):
-        raise ValueError(f"held_out: expected fewer than {len(ranked)}, got {held_out}")
+        raise ValueError(
+            f"held_out: expected fewer than the {len(ranked)} conversations there are, "
+            f"got {held_out}"
+        )
     validation = [conversations[i] for i in ranked[:held_out]]
     training: list[Conversation] = []
     total = 0
