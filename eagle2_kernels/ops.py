@@ -56,7 +56,8 @@ class Op:
 
     ``args`` is the schema's argument list. ``outs`` names the tensors an allocating op returns, in
     order; an op without ``outs`` mutates arguments in place. ``triton`` names the module of
-    ``triton_kernels`` whose function of the op's name serves CUDA tensors.
+    ``triton_kernels`` that serves CUDA tensors, by a function of the op's name, or of the ``_out``
+    twin's where there is one.
     ``floats`` names the arguments that take any of `_checks.FLOATS` (all of one call the same one),
     ``moves`` those that take any dtype; the dtype of every other argument is fixed.
     """
@@ -283,6 +284,7 @@ OPS: tuple[Op, ...] = (
         reference.expand_topk,
         _expand_topk,
         "log-softmax, per-row top-k, the parent's score and the next beam, fused",
+        triton="expand",
         floats=("logits",),
     ),
     Op(
@@ -355,6 +357,7 @@ OPS: tuple[Op, ...] = (
         reference.tree_attention_out,
         _nothing,
         "attention of every tree node over the prefix and its own ancestors, dense or paged cache",
+        triton="attention",
         floats=("q", "k_cache", "v_cache", "out"),
     ),
     Op(
@@ -364,6 +367,7 @@ OPS: tuple[Op, ...] = (
         reference.merge_attention_states,
         _merge_attention_states,
         "merge two partial attention results by their log-sum-exp",
+        triton="attention",
         floats=("out_a", "out_b"),
     ),
     Op(
@@ -410,6 +414,7 @@ OPS: tuple[Op, ...] = (
         reference.sample_tokens,
         _sample_tokens,
         "argmax, or Gumbel-max with noise keyed by (seed, position, token), after the filters",
+        triton="verify",
         floats=("logits",),
     ),
     Op(
@@ -428,6 +433,7 @@ OPS: tuple[Op, ...] = (
         reference.sample_and_verify,
         _sample_and_verify,
         "sample_tokens at the visited nodes only, fused with verify_tree",
+        triton="verify",
         floats=("logits",),
     ),
     Op(
@@ -518,18 +524,35 @@ def use_compiled(key: str, absent: str) -> None:
     _implementations.append(library)
     for op in OPS:
         if key == "CUDA" and op.triton is not None:
-            library.impl(op.name, _triton_launcher(op.triton, op.name), key)
+            _use_triton(library, op)
             continue
         for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
             if not has_kernel(name, key):
                 library.impl(name, _raiser(f"{NAMESPACE}::{name}: {absent}"), key)
 
 
-def _triton_launcher(module: str, name: str) -> Callable[..., object]:
+def _use_triton(library: torch.library.Library, op: Op) -> None:
+    """Register an op's launcher; what allocates does so by its fake kernel, then calls the twin."""
+    if not op.outs:
+        library.impl(op.name, _triton_launcher(op, op.name), "CUDA")
+        return
+    fill = _triton_launcher(op, f"{op.name}_out")
+
+    def run(*args, **kwargs) -> object:
+        result = op.fake(*args, **kwargs)
+        outs: Any = (result,) if isinstance(result, Tensor) else result
+        fill(*args, **kwargs, **dict(zip(op.outs, outs, strict=True)))
+        return result
+
+    library.impl(op.name, run, "CUDA")
+    library.impl(f"{op.name}_out", fill, "CUDA")
+
+
+def _triton_launcher(op: Op, name: str) -> Callable[..., object]:
     """A launcher that imports Triton at its first call, not at registration."""
 
     def run(*args, **kwargs) -> object:
-        kernels = importlib.import_module(f"{__package__}.triton_kernels.{module}")
+        kernels = importlib.import_module(f"{__package__}.triton_kernels.{op.triton}")
         return getattr(kernels, name)(*args, **kwargs)
 
     return run

@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import launch
+
 
 @triton.jit
-def _write_kv_kernel(
+def write_kv_kernel(
     k_cache,
     v_cache,
     k,
@@ -40,8 +42,11 @@ def _write_kv_kernel(
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program moves one head of one row: reads and writes (DK + DV) elements, nothing else but a
-    # request's prefix length, row count and page id.
+    """One head of one row.
+
+    One program moves one head of one row: reads and writes (DK + DV) elements, nothing else but a
+    request's prefix length, row count and page id.
+    """
     request = (tl.program_id(0) // num_rows).to(tl.int64)
     row = (tl.program_id(0) % num_rows).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -101,7 +106,7 @@ def write_kv(
             raise ValueError(f"{name}: expected None where rows are copied as they are")
     # A tensor stands in for a pointer the kernel does not read.
     with torch.cuda.device_of(k):
-        _write_kv_kernel[(batch * num_rows, heads)](
+        write_kv_kernel[(batch * num_rows, heads)](
             k_cache,
             v_cache,
             k,
@@ -122,5 +127,5 @@ def write_kv(
             PAGED=page_table is not None,
             DK=dim_k,
             DV=dim_v,
-            BLOCK=triton.next_power_of_2(max(dim_k, dim_v)),
+            **launch.write_tiles(dim_k, dim_v).keywords(),
         )

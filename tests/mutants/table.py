@@ -629,7 +629,7 @@ CHOOSING_MUTANTS = [
     Mutant(
         "triton_kernels/cache.py",
         "slot = tl.load(prefix_lens + request).to(tl.int64) + row",
-        "slot = tl.load(prefix_lens + request) + row",
+        "slot = tl.load(prefix_lens + request) + tl.program_id(0) % num_rows",
         "green_interpreter_is_not_a_green_gpu",
         quick=True,
     ),
