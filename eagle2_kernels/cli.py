@@ -314,6 +314,8 @@ def _load(
 
 def _encode(decoder: EagleDecoder, prompt: str, raw: bool) -> list[int]:
     tokenizer = decoder.tokenizer
+    if tokenizer is None:
+        raise typer.BadParameter("--target: expected a directory with a tokenizer, found none")
     if raw or not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(prompt)["input_ids"])
     text = tokenizer.apply_chat_template(

@@ -36,7 +36,8 @@ class SamplingParams:
 
     ``temperature`` 0 takes the argmax. Otherwise logits are divided by it, then cut by ``top_k``
     (0: off), ``top_p`` (1: off) and ``min_p`` (0: off) in this order. Request i of a call uses
-    ``seed + i``; None draws a seed from torch's global generator and the statistics report it.
+    ``seed + i``; None draws a seed, greedy or not, from torch's global generator, and the
+    statistics report it.
 
     Before that, and greedy or not: ``logit_bias`` (id -> value) is added, -inf bans a token; the
     logit of every token of prompt or output is divided by ``repetition_penalty`` when positive,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def test_wrong_usage_is_exit_code_2(args, message):
     result = invoke(*args)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", ["generate", "tree"])
+def test_a_target_without_a_tokenizer_is_named(command, monkeypatch):
+    monkeypatch.setattr(
+        cli, "_load", lambda *args: SimpleNamespace(tokenizer=None, draft_step=None)
+    )
+    result = invoke(command, "hi")
+    assert result.exit_code == 2 and "expected a directory with a tokenizer" in result.output
 
 
 def test_a_failure_is_one_line_and_exit_code_1():
