@@ -45,4 +45,76 @@ EAGLE2_HOST_DEVICE inline CacheSlot cache_slot(int64_t position, int64_t request
   return {page >= 0 && page < num_blocks ? page : -1, position - entry * page_size};
 }
 
+// What of an accepted path moves: for i < length, the row at position start + index[i] goes to
+// position start + i. The path ends before its first negative index.
+struct AcceptedPath {
+  const int32_t* index;  // entries `stride` apart
+  int64_t stride;
+  int64_t length;
+  int64_t start;
+};
+
+// Scratch of move_path.
+struct MoveScratch {
+  char** from;      // [length] rows to read, null where nothing moves
+  char** to;        // [length]
+  int32_t* shared;  // [1] the path's own length
+  char* staged;     // length * units * unit_bytes
+};
+
+// Pieces of a row (one cache position), `unit_bytes` each, `per_head` of them contiguous:
+// [first, first + count) are moved.
+struct RowUnits {
+  int32_t first, count;
+  int32_t per_head, unit_bytes;
+  int64_t head_stride;
+
+  EAGLE2_HOST_DEVICE int64_t offset(int32_t unit) const {
+    return unit / per_head * head_stride + int64_t{unit % per_head} * unit_bytes;
+  }
+};
+
+// compact_kv for one request in one cache, as a team of tree.h. `row_at(position)` gives the first
+// byte of a position, or null when the cache has no such place; `copy(from, to)` moves a unit.
+// Everything is read into `staged` before anything is written: paths may overlap their target.
+template <class Team, class RowAt, class Copy>
+EAGLE2_HOST_DEVICE inline void move_path(const Team& team, const AcceptedPath& path,
+                                         const RowUnits& units, const RowAt& row_at,
+                                         const Copy& copy, const MoveScratch& s) {
+  if (team.rank() == 0) {
+    int32_t length = 0;
+    while (length < path.length && path.index[length * path.stride] >= 0) ++length;
+    *s.shared = length;
+  }
+  team.sync();
+  const int32_t length = *s.shared;
+  for (int32_t i = team.rank(); i < length; i += team.size()) {
+    const int64_t source = path.index[i * path.stride];
+    s.from[i] = source == i ? nullptr : row_at(path.start + source);
+    s.to[i] = source == i ? nullptr : row_at(path.start + i);
+    if (s.to[i] == nullptr) s.from[i] = nullptr;
+  }
+  team.sync();
+  // Members share out the units of all rows, one after another; dividing once is enough.
+  const int32_t first_row = team.rank() / units.count, first_unit = team.rank() % units.count;
+  const int32_t rows = team.size() / units.count, more = team.size() % units.count;
+  const auto each = [&](const auto& move) {
+    for (int32_t i = first_row, unit = first_unit; i < length;) {
+      if (s.from[i] != nullptr) {
+        move(i, units.offset(units.first + unit),
+             s.staged + (int64_t{i} * units.count + unit) * units.unit_bytes);
+      }
+      i += rows;
+      unit += more;
+      if (unit >= units.count) {
+        unit -= units.count;
+        ++i;
+      }
+    }
+  };
+  each([&](int32_t i, int64_t offset, char* staged) { copy(s.from[i] + offset, staged); });
+  team.sync();
+  each([&](int32_t i, int64_t offset, char* staged) { copy(staged, s.to[i] + offset); });
+}
+
 }  // namespace eagle2

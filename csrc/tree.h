@@ -151,32 +151,101 @@ EAGLE2_HD void flatten_tree(const Team& team, const int32_t* parents, int32_t ca
                  first_child, next_sibling, tree_mask);
 }
 
+// The sum of `value` over the members before this one; `total` takes that over all. Each round adds
+// the sums of twice as many members. `sums` is scratch for two numbers per member.
+template <class Team>
+EAGLE2_HD int32_t sum_before(const Team& team, int32_t value, int32_t* sums, int32_t* total) {
+  const int32_t rank = team.rank(), size = team.size();
+  int32_t *now = sums, *next = sums + size;
+  now[rank] = value;
+  team.sync();
+  for (int32_t gap = 1; gap < size; gap *= 2) {
+    next[rank] = now[rank] + (rank >= gap ? now[rank - gap] : 0);
+    int32_t* const last = now;
+    now = next;
+    next = last;
+    team.sync();
+  }
+  *total = now[size - 1];
+  return now[rank] - value;
+}
+
 // retrieve_indices for one request: the slots from the root to each leaf, one row of `width` per
-// leaf in ascending leaf slot, at most the first `width` of a path; the rest of [n_rows, width] is
-// -1. `is_inner` is scratch for capacity flags. Returns the number of rows written.
-EAGLE2_HD int32_t leaf_paths(const int32_t* parents, int32_t capacity, int32_t num_nodes,
-                             int64_t width, uint8_t* is_inner, int64_t* rows) {
+// leaf in ascending leaf slot, at most the first `width` of a path; the rest of [capacity, width]
+// is -1. `children` is scratch for a number per slot, `sums` for two per member. Returns the number
+// of leaves.
+template <class Team>
+EAGLE2_HD int32_t leaf_paths(const Team& team, const int32_t* parents, int32_t capacity,
+                             int32_t num_nodes, int64_t width, int32_t* children, int32_t* sums,
+                             int64_t* rows) {
   const int32_t n = static_cast<int32_t>(clamp_index(num_nodes, 0, capacity));
-  for (int64_t i = 0; i < capacity * width; ++i) rows[i] = -1;
-  for (int32_t i = 0; i < capacity; ++i) is_inner[i] = 0;
-  for (int32_t i = 1; i < n; ++i) {
+  for (int64_t i = team.rank(); i < capacity * width; i += team.size()) rows[i] = -1;
+  for (int32_t i = team.rank(); i < capacity; i += team.size()) children[i] = 0;
+  team.sync();
+  for (int32_t i = 1 + team.rank(); i < n; i += team.size()) {
     const int32_t parent = parents[i];
     // A reachable parent makes its children reachable, so any child will do.
-    if (parent >= 0 && parent < n) is_inner[parent] = 1;
+    if (parent >= 0 && parent < n) team.add(&children[parent], 1);
   }
-  int32_t row = 0;
-  for (int32_t leaf = 0; leaf < n; ++leaf) {
-    if (is_inner[leaf]) continue;
-    const int32_t depth = depth_of(parents, n, leaf);
-    if (depth < 0) continue;
+  team.sync();
+  // A member takes slots in a row, so that rows of leaves follow the order of members.
+  const int32_t share = (n + team.size() - 1) / team.size();
+  const int32_t first = static_cast<int32_t>(clamp_index(int64_t{share} * team.rank(), 0, n));
+  const int32_t end = static_cast<int32_t>(clamp_index(int64_t{first} + share, 0, n));
+  int32_t* const depths = children;
+  int32_t mine = 0, leaves = 0;
+  for (int32_t i = first; i < end; ++i) {
+    depths[i] = children[i] > 0 ? -1 : depth_of(parents, n, i);
+    mine += depths[i] >= 0;
+  }
+  int64_t row = sum_before(team, mine, sums, &leaves);
+  for (int32_t leaf = first; leaf < end; ++leaf) {
+    if (depths[leaf] < 0) continue;
     int32_t slot = leaf;
-    for (int32_t d = depth; d >= 0; --d) {
+    for (int32_t d = depths[leaf]; d >= 0; --d) {
       if (d < width) rows[row * width + d] = slot;
       if (d > 0) slot = parents[slot];
     }
     ++row;
   }
-  return row;
+  return leaves;
+}
+
+// Masks as bytes and as words.
+
+// Elements before row `r` of a tensor whose leading dimensions are `shape` [dims], `stride` apart.
+EAGLE2_HD int64_t row_offset(int64_t r, const int64_t* shape, const int64_t* stride, int64_t dims) {
+  int64_t sum = 0;
+  for (int64_t i = dims; i-- > 0;) {
+    sum += r % shape[i] * stride[i];
+    r /= shape[i];
+  }
+  return sum;
+}
+
+// pack_tree_mask for one row: bit j % 64 of word j / 64 says that byte j is not 0. Bytes, because a
+// bool tensor may be a view of bytes other than 0 and 1.
+template <class Team>
+EAGLE2_HD void pack_row(const Team& team, const uint8_t* row, int64_t step, int64_t width,
+                        uint64_t* words) {
+  for (int64_t w = team.rank(); w < mask_words(width); w += team.size()) {
+    const int64_t first = w * kWordBits;
+    const int64_t count = clamp_index(width - first, 0, kWordBits);
+    uint64_t word = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      word |= uint64_t{row[(first + j) * step] != 0} << j;
+    }
+    words[w] = word;
+  }
+}
+
+// unpack_tree_mask for one row.
+template <class Team>
+EAGLE2_HD void unpack_row(const Team& team, const uint64_t* words, int64_t step, int64_t num_keys,
+                          bool* row) {
+  for (int64_t j = team.rank(); j < num_keys; j += team.size()) {
+    row[j] = words[j / kWordBits * step] >> (j % kWordBits) & 1;
+  }
 }
 
 // Re-ranking: the best candidates of all levels become the tree.
@@ -538,14 +607,22 @@ EAGLE2_HD int64_t level_offset(int64_t level, int64_t top_k) {
   return level <= 0 ? 0 : top_k + (level - 1) * top_k * top_k;
 }
 
-// extend_draft_tree for one request at `level` >= 1: frontier entry j is the previous level's
+// extend_draft_tree for one request: from level 1 on, frontier entry j is the previous level's
 // candidate beam[j] and takes draft slot (level - 1) * top_k + j. A beam entry outside that level's
-// candidates gives its children kNoParent, which build_tree drops, and no ancestors.
-EAGLE2_HD void extend_level(int64_t level, int64_t top_k, int64_t words, const int64_t* beam,
-                            const uint64_t* mask, int32_t* candidate_parents, uint64_t* next_mask) {
+// candidates gives its children kNoParent, which build_tree drops, and no ancestors. At level 0
+// candidates hang under the root and the mask stays.
+template <class Team>
+EAGLE2_HD void extend_level(const Team& team, int64_t level, int64_t top_k, int64_t words,
+                            const int64_t* beam, const uint64_t* mask, int32_t* candidate_parents,
+                            uint64_t* next_mask) {
+  if (level == 0) {
+    for (int64_t j = team.rank(); j < top_k; j += team.size()) candidate_parents[j] = -1;
+    for (int64_t w = team.rank(); w < top_k * words; w += team.size()) next_mask[w] = mask[w];
+    return;
+  }
   const int64_t above = level_offset(level - 1, top_k), below = level_offset(level, top_k);
   const int64_t candidates = below - above;
-  for (int64_t j = 0; j < top_k; ++j) {
+  for (int64_t j = team.rank(); j < top_k; j += team.size()) {
     const bool known = beam[j] >= 0 && beam[j] < candidates;
     const int32_t parent = known ? static_cast<int32_t>(above + beam[j]) : kNoParent;
     for (int64_t r = 0; r < top_k; ++r) candidate_parents[below + j * top_k + r] = parent;
@@ -599,6 +676,56 @@ EAGLE2_HD int32_t walk_tree(const Target& target, const int64_t* draft_tokens,
   return accepted;
 }
 
+// Outputs of a request that has no tree to walk.
+template <class Team>
+EAGLE2_HD void accept_nothing(const Team& team, int64_t max_depth, int32_t* accept_index,
+                              int32_t* accept_length, int64_t* bonus) {
+  for (int64_t i = team.rank(); i <= max_depth; i += team.size()) accept_index[i] = -1;
+  if (team.rank() != 0) return;
+  *accept_length = -1;
+  *bonus = -1;
+}
+
+// verify_tree for one request, slots >= 1: walk_tree where the target's tokens are known at every
+// slot. Each slot looks for its own step, then one member follows them. `steps` is scratch for a
+// number per slot.
+template <class Team>
+EAGLE2_HD void accept_path(const Team& team, const int64_t* target_tokens,
+                           const int64_t* draft_tokens, const int32_t* first_child,
+                           const int32_t* next_sibling, int64_t slots, int64_t max_depth,
+                           int32_t* steps, int32_t* accept_index, int32_t* accept_length,
+                           int64_t* bonus) {
+  for (int64_t slot = team.rank(); slot < slots; slot += team.size()) {
+    const int64_t token = target_tokens[slot];
+    steps[slot] =
+        find_sibling(first_child[slot], next_sibling, slots,
+                     [&](int32_t sibling, int64_t) { return draft_tokens[sibling] == token; });
+  }
+  for (int64_t i = team.rank(); i <= max_depth; i += team.size()) {
+    accept_index[i] = i == 0 ? 0 : -1;
+  }
+  team.sync();
+  if (team.rank() != 0) return;
+  int32_t slot = 0, accepted = 0;
+  while (accepted < max_depth && steps[slot] >= 0) {
+    slot = steps[slot];
+    accept_index[++accepted] = slot;
+  }
+  *accept_length = accepted;
+  *bonus = target_tokens[slot];
+}
+
+// A probability as it counts: NaN and negative numbers as 0, +inf as the largest finite number.
+EAGLE2_HD double mass_of(float p) {
+  const float largest = 0x1.fffffep127f;
+  return p > 0 ? (p < largest ? p : largest) : 0;
+}
+
+EAGLE2_HD double mass_of(double p) {
+  const double largest = 0x1.fffffffffffffp1023;
+  return p > 0 ? (p < largest ? p : largest) : 0;
+}
+
 // Whether one of the `count` siblings from `first` on carries `token`.
 EAGLE2_HD bool is_carried(int32_t first, const int32_t* next_sibling, const int64_t* draft_tokens,
                           int64_t count, int64_t token) {
@@ -608,11 +735,37 @@ EAGLE2_HD bool is_carried(int32_t first, const int32_t* next_sibling, const int6
   return false;
 }
 
+// What the coin of a slot says to its children.
+struct CoinStep {
+  int32_t child;     // the one to step to, -1: none
+  int32_t possible;  // the last of those looked at that has a probability of its own, -1: none
+};
+
+// The first child of `slot`, from `first` on (-1: none), whose cumulative probability exceeds
+// `threshold`. `probability(slot, token)` is 0 outside the vocabulary. A token that siblings repeat
+// counts once.
+template <class Probability>
+EAGLE2_HD CoinStep step_by_coin(const Probability& probability, double threshold, int64_t slot,
+                                int32_t first, const int64_t* draft_tokens,
+                                const int32_t* next_sibling, int64_t slots) {
+  double cumulative = 0;
+  int32_t possible = -1;
+  const int32_t child =
+      find_sibling(first, next_sibling, slots, [&](int32_t sibling, int64_t place) {
+        const int64_t token = draft_tokens[sibling];
+        const double p = probability(slot, token);
+        if (!(p > 0) || is_carried(first, next_sibling, draft_tokens, place, token)) return false;
+        cumulative += p;
+        possible = sibling;
+        return cumulative > threshold;
+      });
+  return CoinStep{child, possible};
+}
+
 // Walks from the root by uniform numbers: to the first child whose cumulative target probability
 // exceeds the coin of the slot it hangs under. Where none does, `draw(slot, first)` draws the last
 // token from what the children from `first` on (-1: none) leave of that slot's probabilities, or
-// returns -1 when they leave nothing. `probability(slot, token)` is 0 outside the vocabulary. A
-// token that siblings repeat counts once. Writes the visited slots and the last token; returns the
+// returns -1 when they leave nothing. Writes the visited slots and the last token; returns the
 // drafts accepted.
 template <class Probability, class Coin, class Draw>
 EAGLE2_HD int32_t walk_tree_coins(const Probability& probability, const Coin& coin,
@@ -624,23 +777,15 @@ EAGLE2_HD int32_t walk_tree_coins(const Probability& probability, const Coin& co
   accept_index[0] = 0;
   while (true) {
     const int32_t first = accepted < max_depth ? first_child[slot] : -1;
-    const double threshold = coin(slot);
-    double cumulative = 0;
-    int32_t possible = -1;
-    int32_t child = find_sibling(first, next_sibling, slots, [&](int32_t sibling, int64_t place) {
-      const int64_t token = draft_tokens[sibling];
-      const double p = probability(slot, token);
-      if (!(p > 0) || is_carried(first, next_sibling, draft_tokens, place, token)) return false;
-      cumulative += p;
-      possible = sibling;
-      return cumulative > threshold;
-    });
+    const CoinStep step =
+        step_by_coin(probability, coin(slot), slot, first, draft_tokens, next_sibling, slots);
+    int32_t child = step.child;
     if (child < 0) {
       *bonus = draw(slot, first);
       if (*bonus >= 0) return accepted;
       // Only rounding kept the coin above the children's sum, so the last of them is meant. A row
       // without any probability yields the lowest id.
-      child = possible;
+      child = step.possible;
       if (child < 0) {
         *bonus = 0;
         return accepted;
@@ -649,6 +794,157 @@ EAGLE2_HD int32_t walk_tree_coins(const Probability& probability, const Coin& co
     slot = child;
     accept_index[++accepted] = slot;
   }
+}
+
+// verify_tree_coins for one request, slots >= 1: walk_tree_coins where each slot looks for its own
+// step first, then the members follow them side by side and draw together. `steps` is scratch for
+// one per slot.
+template <class Team, class Probability, class Coin, class Draw>
+EAGLE2_HD void accept_by_coins(const Team& team, const Probability& probability, const Coin& coin,
+                               const Draw& draw, const int64_t* draft_tokens,
+                               const int32_t* first_child, const int32_t* next_sibling,
+                               int64_t slots, int64_t max_depth, CoinStep* steps,
+                               int32_t* accept_index, int32_t* accept_length, int64_t* bonus) {
+  for (int64_t slot = team.rank(); slot < slots; slot += team.size()) {
+    steps[slot] = step_by_coin(probability, coin(slot), slot, first_child[slot], draft_tokens,
+                               next_sibling, slots);
+  }
+  for (int64_t i = team.rank(); i <= max_depth; i += team.size()) {
+    accept_index[i] = i == 0 ? 0 : -1;
+  }
+  team.sync();
+  int32_t slot = 0, accepted = 0;
+  while (true) {
+    const bool leaf = accepted >= max_depth;
+    int32_t child = leaf ? -1 : steps[slot].child;
+    if (child < 0) {
+      const int64_t token = draw(slot, leaf ? -1 : first_child[slot]);
+      child = leaf || token >= 0 ? -1 : steps[slot].possible;
+      if (child < 0) {
+        if (team.rank() == 0) {
+          *bonus = token < 0 ? 0 : token;
+          *accept_length = accepted;
+        }
+        return;
+      }
+    }
+    slot = child;
+    ++accepted;
+    if (team.rank() == 0) accept_index[accepted] = slot;
+  }
+}
+
+// The tokens of the children from `first` on, as bits; `bits` [(vocab + 31) / 32] need not be
+// clean.
+template <class Team>
+EAGLE2_HD void exclude_children(const Team& team, int32_t first, const int32_t* next_sibling,
+                                const int64_t* draft_tokens, int64_t slots, int64_t vocab,
+                                uint32_t* bits) {
+  for (int64_t i = team.rank(); i < (vocab + 31) / 32; i += team.size()) bits[i] = 0;
+  team.sync();
+  if (team.rank() == 0) {
+    find_sibling(first, next_sibling, slots, [&](int32_t child, int64_t) {
+      const int64_t token = draft_tokens[child];
+      if (token >= 0 && token < vocab) bits[token / 32] |= 1u << (token % 32);
+      return false;
+    });
+  }
+  team.sync();
+}
+
+EAGLE2_HD bool is_excluded(const uint32_t* bits, int64_t token) {
+  return bits[token / 32] >> (token % 32) & 1;
+}
+
+// Drawing from a row of probabilities. They are summed in float64 in an order that does not depend
+// on the team: by lanes inside a chunk, then chunk after chunk.
+constexpr int64_t kDrawLanes = 32;
+constexpr int64_t kDrawChunk = kDrawLanes * kDrawLanes;
+
+// Scratch of draw_token.
+struct DrawScratch {
+  double* sums;    // [kDrawLanes] for each started chunk of the vocabulary
+  double* shared;  // [2] the sum of all, the sum before the chunk drawn from
+  int64_t* found;  // [2] the chunk drawn from, the token
+};
+
+EAGLE2_HD int64_t draw_chunks(int64_t vocab) { return (vocab + kDrawChunk - 1) / kDrawChunk; }
+
+// The first of `count` parts whose sum is positive and takes `before`, the sum of the parts before
+// it, past `threshold`; where none does, the last that is positive, or -1. `before` becomes the sum
+// before that part.
+template <class Part>
+EAGLE2_HD int64_t find_part(const Part& part, int64_t count, double threshold, double* before) {
+  double cumulative = *before;
+  int64_t last = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    const double sum = part(i);
+    if (!(sum > 0)) continue;
+    last = i;
+    *before = cumulative;
+    cumulative += sum;
+    if (cumulative > threshold) break;
+  }
+  return last;
+}
+
+// The lowest token whose cumulative probability exceeds `coin` times that of the whole row, or -1
+// when there is none at all. `mass(token)` is not negative. What it returns has a positive
+// probability, whatever the coin is and however the sums were rounded. All members return it.
+template <class Team, class Mass>
+EAGLE2_HD int64_t draw_token(const Team& team, const Mass& mass, int64_t vocab, double coin,
+                             const DrawScratch& s) {
+  const int64_t chunks = draw_chunks(vocab);
+  for (int64_t i = team.rank(); i < chunks * kDrawLanes; i += team.size()) {
+    const int64_t first = i / kDrawLanes * kDrawChunk + i % kDrawLanes;
+    double sum = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 16
+#endif
+    for (int64_t token = first; token < first + kDrawChunk; token += kDrawLanes) {
+      sum += token < vocab ? mass(token) : 0;
+    }
+    s.sums[i] = sum;
+  }
+  team.sync();
+  for (int64_t chunk = team.rank(); chunk < chunks; chunk += team.size()) {
+    double* const lanes = s.sums + chunk * kDrawLanes;
+    for (int64_t lane = 1; lane < kDrawLanes; ++lane) lanes[0] += lanes[lane];
+  }
+  team.sync();
+  if (team.rank() == 0) {
+    const auto chunk_sum = [&](int64_t chunk) { return s.sums[chunk * kDrawLanes]; };
+    double sum = 0, before = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += chunk_sum(chunk);
+    const double threshold = coin * sum;
+    s.found[0] = find_part(chunk_sum, chunks, threshold, &before);
+    s.shared[0] = sum;
+    s.shared[1] = before;
+  }
+  team.sync();
+  const double sum = s.shared[0], threshold = coin * sum;
+  if (!(sum > 0)) return -1;
+  const int64_t chunk = s.found[0] * kDrawChunk;
+  // Inside the chunk the parts are tokens in a row.
+  for (int64_t part = team.rank(); part < kDrawLanes; part += team.size()) {
+    const int64_t first = chunk + part * kDrawLanes;
+    double part_sum = 0;
+    for (int64_t token = first; token < first + kDrawLanes && token < vocab; ++token) {
+      part_sum += mass(token);
+    }
+    s.sums[part] = part_sum;
+  }
+  team.sync();
+  if (team.rank() == 0) {
+    double before = s.shared[1];
+    const auto part_sum = [&](int64_t i) { return s.sums[i]; };
+    const int64_t part = find_part(part_sum, kDrawLanes, threshold, &before);
+    const int64_t first = chunk + part * kDrawLanes;
+    const auto one = [&](int64_t i) { return first + i < vocab ? mass(first + i) : 0.0; };
+    s.found[1] = first + find_part(one, kDrawLanes, threshold, &before);
+  }
+  team.sync();
+  return s.found[1];
 }
 
 // The sampling noise. Bits are part of the contract: every backend and the oracle repeat these

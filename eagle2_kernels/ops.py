@@ -470,7 +470,18 @@ OPS: tuple[Op, ...] = (
     ),
 )
 
-CUDA_CPP = ("build_tree", "flatten_tree")
+CUDA_CPP = (
+    "extend_draft_tree",
+    "build_tree",
+    "build_tree_from_marginals",
+    "flatten_tree",
+    "retrieve_indices",
+    "pack_tree_mask",
+    "unpack_tree_mask",
+    "verify_tree",
+    "verify_tree_coins",
+    "compact_kv",
+)
 """Operators with a kernel in csrc/cuda, as far as this release goes."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")

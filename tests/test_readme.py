@@ -65,7 +65,8 @@ def test_kernels_for_cuda_are_there_and_tested_as_far_as_said():
     sources = "".join(path.read_text() for path in (root / "csrc" / "cuda").glob("*.cu"))
     tests = (root / "tests" / "test_triton.py").read_text()
     for op in ops.OPS:
-        assert (f'm.impl("{op.name}"' in sources) == (op.name in ops.CUDA_CPP), op.name
+        for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
+            assert (f'm.impl("{name}"' in sources) == (op.name in ops.CUDA_CPP), name
         assert op.triton is None or f".{op.name}(" in tests, op.name
 
 

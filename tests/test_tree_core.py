@@ -17,7 +17,9 @@ from eagle2_kernels import reference
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "data" / "gumbel_noise.json").read_text())
 GUARD = 77
-TEAMS = [1, 3]
+# One member as on the CPU, three threads, a warp and a block of fibers in shuffled order.
+TEAMS = [1, 3, 32, 256]
+EXAMPLES = {1: 150, 3: 40, 32: 25, 256: 12}
 
 
 class Guarded:
@@ -62,7 +64,7 @@ def flatten(core, parents, count, prefix, team):
 
 @pytest.mark.parametrize("team", TEAMS)
 def test_flatten_on_any_parents(core, team):
-    @settings(max_examples=150 if team == 1 else 40, deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES[team], deadline=None, derandomize=True)
     @given(st.lists(st.integers(-3, 80), min_size=1, max_size=80), st.integers(-2, 90))
     def check(parents, count):
         parents = [-1, *(p % len(parents) if p >= 0 else p for p in parents[1:])]
@@ -79,7 +81,7 @@ def test_flatten_on_any_parents(core, team):
 def test_build_on_any_candidates(core, team):
     scores = st.sampled_from([0.0, -0.0, -1.0, -2.0, -2.5, math.nan, -math.inf, math.inf])
 
-    @settings(max_examples=150 if team == 1 else 40, deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES[team], deadline=None, derandomize=True)
     @given(st.data())
     def check(data):
         own = data.draw(st.lists(scores, min_size=1, max_size=60))
@@ -124,13 +126,14 @@ def build(core, tokens, scores, parents, n, slots, depth, team):
     return out.values()
 
 
-def test_a_team_builds_what_one_builds_at_size(core):
+@pytest.mark.parametrize("team", TEAMS[1:])
+def test_a_team_builds_what_one_builds_at_size(core, team):
     generator = np.random.default_rng(0)
     m, n = 3000, 300
     parents = [int(generator.integers(-1, c)) if c else -1 for c in range(m)]
     scores = -generator.integers(0, 40, m).astype(np.float32)
     args = (np.arange(m), scores, parents, n, n, m)
-    assert_arrays_equal(build(core, *args, 4), build(core, *args, 1))
+    assert_arrays_equal(build(core, *args, team), build(core, *args, 1))
 
 
 def test_no_phase_of_a_team_lacks_a_sync(tmp_path):
@@ -157,39 +160,218 @@ def test_depths_of_all_parent_arrays_of_four_slots(core):
                 assert core.depth_of(np.array(parents, np.int32), n, slot) == want
 
 
+@pytest.mark.parametrize("team", TEAMS)
+def test_marginals_build_the_same_tree_for_any_team(core, team):
+    generator = np.random.default_rng(5)
+    for n in (1, 2, 33, 64, 65):
+        log_probs = -np.sort(generator.integers(0, 5, (4, 6)), axis=1).astype(np.float32)
+        tokens = np.arange(24)
+        out = Guarded()
+        dtypes = (np.int64, np.int32, np.int32, np.int64, np.float32, np.int32, np.int32)
+        arrays = [out.array(n, dtype) for dtype in dtypes]
+        arrays += [out.array(n * ((n + 63) // 64), np.uint64), out.array(1, np.int32)]
+        core.build_from_marginals(
+            tokens, log_probs.reshape(-1), 4, 6, 3, 8, n, n - n // 9, 3, *arrays, team
+        )
+        want = reference.build_tree_from_marginals(
+            torch.tensor([3]),
+            torch.tensor([8]),
+            torch.from_numpy(tokens).view(1, 4, 6),
+            torch.from_numpy(log_probs)[None],
+            n,
+            torch.tensor([[n - n // 9, 3]]),
+        )
+        assert_arrays_equal(out.values(), as_numpy(want))
+
+
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_leaf_paths_stay_inside_their_rows(core, width):
+@pytest.mark.parametrize("team", TEAMS)
+def test_leaf_paths_stay_inside_their_rows(core, width, team):
     generator = np.random.default_rng(width)
-    for _ in range(200):
-        n = int(generator.integers(1, 12))
+    for size in [12] * EXAMPLES[team] + [300] * 5:
+        n = int(generator.integers(1, size))
         parents = [-1, *(int(generator.integers(-1, n + 1)) for _ in range(n - 1))]
         count = int(generator.integers(-1, n + 2))
         out = Guarded()
         rows = out.array(n * width, np.int64)
-        core.leaf_paths(np.array(parents, np.int32), count, width, rows)
+        found = core.leaf_paths(np.array(parents, np.int32), count, width, rows, team)
         want = reference.retrieve_indices(
             torch.tensor([parents]).int(), torch.tensor([count]), width - 1
         )
         assert_arrays_equal(out.values(), as_numpy([want]))
+        assert found == int((want[0, :, 0] >= 0).sum())
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_extending_touches_its_own_level_only(core, level):
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("team", TEAMS)
+def test_extending_touches_its_own_level_only(core, level, team):
     k, words = 3, 1
     end = k + level * k * k
-    beam = np.array([0, 2, 1] if level == 1 else [8, 0, 4], np.int64)
+    beam = np.array([0, 2, 1] if level <= 1 else [8, 0, 4], np.int64)
     mask = np.array([1 << 60, 2 << 60, 4 << 60], np.uint64)
     parents = np.full(end + 5, GUARD, np.int32)
     next_mask = np.full(k * words + 4, GUARD, np.uint64)
-    core.extend(level, k, beam, mask, parents, next_mask)
+    core.extend(level, k, beam, mask, parents, next_mask, team)
+    assert (parents[end:] == GUARD).all() and (next_mask[k * words :] == GUARD).all()
+    if level == 0:
+        assert parents[:end].tolist() == [-1] * k
+        assert next_mask[:k].tolist() == mask.tolist()
+        return
     start = end - k * k
-    assert (parents[:start] == GUARD).all() and (parents[end:] == GUARD).all()
+    assert (parents[:start] == GUARD).all()
     above = 0 if level == 1 else start - k * k
     assert parents[start:end].tolist() == [above + int(e) for e in beam for _ in range(k)]
-    assert (next_mask[k * words :] == GUARD).all()
     for j in range(k):
         inherited = int(mask[beam[j] // k])
         assert int(next_mask[j]) == inherited | 1 << ((level - 1) * k + j)
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_extending_many_levels_equals_the_oracle(core, team):
+    generator = np.random.default_rng(team)
+    k, levels = 5, 5
+    words = (levels * k + 63) // 64 + 1
+    parents = np.full(k + (levels - 1) * k * k, GUARD, np.int32)
+    want_parents = torch.from_numpy(parents.copy())[None]
+    mask = np.zeros(k * words, np.uint64)
+    for level in range(levels):
+        beam = generator.integers(-1, (k if level <= 1 else k * k) + 1, k)
+        following = np.full(k * words, GUARD, np.uint64)
+        core.extend(level, k, beam, mask, parents, following, team)
+        before = torch.from_numpy(mask.view(np.int64)).view(1, k, words)
+        want = reference.extend_draft_tree(
+            want_parents, before, torch.from_numpy(beam)[None], level
+        )
+        assert_arrays_equal([following, parents], as_numpy([want, want_parents]))
+        mask = following
+
+
+@pytest.mark.parametrize("width", [1, 31, 63, 64, 65, 130])
+@pytest.mark.parametrize("team", TEAMS)
+def test_masks_go_to_words_and_back(core, width, team):
+    generator = np.random.default_rng(width)
+    for step in (1, 3):
+        mask = generator.integers(0, 3, (width, step)).astype(np.uint8)
+        out = Guarded()
+        words = out.array((width + 63) // 64, np.uint64)
+        core.pack(mask.reshape(-1), step, width, words, team)
+        (packed,) = out.values()
+        want = reference.pack_tree_mask(torch.from_numpy(mask[:, 0] != 0)[None])
+        assert_arrays_equal([packed], as_numpy([want]))
+        spread = np.full((len(packed), step), GUARD, np.uint64)
+        spread[:, 0] = packed
+        row = np.ones(width + 3, bool)
+        core.unpack(spread.reshape(-1), step, width, row, team)
+        assert row[:width].tolist() == (mask[:, 0] != 0).tolist() and row[width:].all()
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_rows_move_as_if_read_before_written(core, team):
+    generator = np.random.default_rng(team)
+    for round_ in range(EXAMPLES[team]):
+        slots, heads, per_head, unit = 12, 3, 2, 4
+        cache = torch.from_numpy(generator.integers(0, 255, (1, slots, heads, 8), np.uint8))
+        start, width = int(generator.integers(0, 6)), int(generator.integers(1, 9))
+        index = generator.permutation(9)[:width].astype(np.int32)
+        if round_ % 3 == 0:
+            index[generator.integers(0, width)] = generator.integers(-1, 13)
+        accepted = int(generator.integers(-1, width + 1))
+        moved = cache.clone().numpy()
+        order = np.arange(slots)
+        for first in range(0, heads * per_head, 2):
+            core.move_path(
+                moved, order, heads, per_head, unit, index, min(accepted + 1, width), start,
+                first, 2, team,
+            )  # fmt: skip
+        reference.compact_kv(
+            [cache],
+            torch.from_numpy(index)[None],
+            torch.tensor([accepted]),
+            torch.tensor([start]),
+        )
+        assert np.array_equal(moved, cache.numpy())
+
+
+def random_links(generator, n, wild):
+    """Tokens and links of a random tree, or of no tree at all."""
+    parents = [-1, *(int(generator.integers(0, i)) for i in range(1, n))]
+    _, _, child, sibling, _ = reference.flatten_tree(
+        torch.tensor([parents]).int(), torch.tensor([n]), torch.tensor([0])
+    )
+    child, sibling = child[0].numpy(), sibling[0].numpy()
+    if wild:
+        child, sibling = (
+            np.where(generator.random(n) < 0.3, generator.integers(-3, n + 3, n), x)
+            for x in (child, sibling)
+        )
+    return child.astype(np.int32), sibling.astype(np.int32)
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_a_team_accepts_the_path_of_the_oracle(core, team):
+    generator = np.random.default_rng(team)
+    for round_ in range(2 * EXAMPLES[team]):
+        n, depth = int(generator.integers(1, 40)), int(generator.integers(0, 7))
+        child, sibling = random_links(generator, n, round_ % 3 == 0)
+        target, draft = generator.integers(0, 3, (2, n))
+        got = core.accept(target, draft, child, sibling, depth, team)
+        index, length, bonus = reference.verify_tree(
+            *(torch.from_numpy(x)[None] for x in (target, draft, child, sibling)), depth
+        )
+        assert got == (int(length[0]), index[0].tolist(), int(bonus[0]))
+    nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    got = core.accept(nothing[0], nothing[0], nothing[1], nothing[1], 2, team)
+    assert got == (-1, [-1, -1, -1], -1)
+
+
+@pytest.mark.parametrize("vocab", [3, 33, 2500])
+@pytest.mark.parametrize("team", TEAMS)
+def test_a_team_walks_by_coins_as_the_oracle(core, vocab, team):
+    generator = np.random.default_rng(team + vocab)
+    coins_to_try = np.array([0.0, 0.25, 0.5, 1.0, math.nan, -1.0, 2.0])
+    for round_ in range(EXAMPLES[team] if vocab < 1000 else 8):
+        n, depth = int(generator.integers(1, 14)), int(generator.integers(0, 5))
+        child, sibling = random_links(generator, n, round_ % 3 == 0)
+        draft = generator.integers(-1, min(vocab, 5) + 1, n)
+        rows = generator.choice([0.0, 0.125, 0.25, math.nan, -1.0, math.inf], (n, vocab))
+        if round_ % 2:
+            rows = generator.random((n, vocab)) * (generator.random((n, vocab)) < 0.3)
+            rows[:, :5] *= vocab / 8
+        # The children of some slots leave nothing.
+        rows[generator.random(n) < 0.3, 5:] = 0
+        coins = generator.random(n + 1)
+        coins = np.where(
+            generator.random(n + 1) < 0.4, generator.choice(coins_to_try, n + 1), coins
+        )
+        got = core.accept_coins(
+            rows.reshape(-1), coins[:n], coins[n], draft, child, sibling, depth, team
+        )
+        index, length, bonus = reference.verify_tree_coins(
+            *(torch.from_numpy(x)[None] for x in (rows, draft, child, sibling, coins[:n])),
+            torch.tensor([coins[n]]),
+            depth,
+        )
+        assert got == (int(length[0]), index[0].tolist(), int(bonus[0]))
+
+
+def test_what_a_probability_counts_for(core):
+    values = [0.0, -0.0, 0.25, 1e-45, -1.0, -math.inf, math.inf, math.nan]
+    want = reference._mass_of(torch.tensor(values)).tolist()
+    assert [core.mass_of(v) for v in values] == want
+
+
+def test_the_drawn_token_does_not_depend_on_the_team(core):
+    generator = np.random.default_rng(9)
+    vocab, none = 70_000, np.array([-1], np.int32)
+    row = (generator.random(vocab) ** 20).astype(np.float32).astype(np.float64)
+    draws = [
+        [
+            core.accept_coins(row, np.zeros(1), coin, np.array([0]), none, none, 0, team)
+            for coin in np.linspace(0, 1, 40)
+        ]
+        for team in TEAMS
+    ]
+    assert all(d == draws[0] for d in draws) and len({bonus for _, _, bonus in draws[0]}) > 30
 
 
 def test_the_walk_asks_each_visited_slot_once(core):

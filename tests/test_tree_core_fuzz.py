@@ -214,14 +214,15 @@ def test_build_from_marginals(core, team):
     )
 
 
-def test_leaf_paths(core):
+@pytest.mark.parametrize("team", TEAMS)
+def test_leaf_paths(core, team):
     def check(case):
         parents, count, width = case
         parents = [-1, *near(parents)[1:]]
         n = len(parents)
         used = min(max(count, 0), n)
         rows = np.full(n * width, 77, np.int64)
-        found = core.leaf_paths(np.array(parents, np.int32), count, width, rows)
+        found = core.leaf_paths(np.array(parents, np.int32), count, width, rows, team)
         depths = structure(parents, used, 0)[0]
         inner = {parents[s] for s in range(1, used) if depths[s] > 0}
         want = []
@@ -237,10 +238,11 @@ def test_leaf_paths(core):
         assert rows.reshape(n, width).tolist() == want + [[-1] * width] * (n - len(want))
 
     counts = st.one_of(st.integers(-1, 75), st.sampled_from(WILD))
-    fuzz(check, st.tuples(parent_lists, counts, st.integers(1, 6)))
+    fuzz(check, st.tuples(parent_lists, counts, st.integers(1, 6)), 50 if team == 1 else 20)
 
 
-def test_extend(core):
+@pytest.mark.parametrize("team", TEAMS)
+def test_extend(core, team):
     beams = st.one_of(st.integers(-1, 30), st.sampled_from([-(2**63), 2**63 - 1, 2**32]))
 
     def check(case):
@@ -252,7 +254,7 @@ def test_extend(core):
         mask = np.array([(bits * (i + 1)) % 2**64 for i in range(k * words)], np.uint64)
         parents = np.full(end, 77, np.int32)
         following = np.full(k * words, 77, np.uint64)
-        core.extend(level, k, np.array(beam), mask, parents, following)
+        core.extend(level, k, np.array(beam), mask, parents, following, team)
         assert (parents[:start] == 77).all()
         for j, entry in enumerate(beam):
             known = 0 <= entry < start - above
@@ -275,7 +277,8 @@ def test_extend(core):
     )
 
 
-def test_walk(core):
+@pytest.mark.parametrize("team", TEAMS)
+def test_walk(core, team):
     slots = st.one_of(st.integers(-1, 12), st.sampled_from(WILD))
     node = st.tuples(st.integers(0, 2), st.integers(0, 2), slots, slots)
 
@@ -299,11 +302,21 @@ def test_walk(core):
         assert accepted == len(path) - 1 and asked == path
         assert index == path + [-1] * (max_depth + 1 - len(path))
         assert emitted[: len(path)] == [target[s] for s in path]
+        together = core.accept(
+            np.array(target), np.array(draft), np.array(child, np.int32),
+            np.array(sibling, np.int32), max_depth, team,
+        )  # fmt: skip
+        assert together == (accepted, index, target[path[-1]])
 
-    fuzz(check, st.tuples(st.lists(node, min_size=1, max_size=10), st.integers(0, 8)))
+    fuzz(
+        check,
+        st.tuples(st.lists(node, min_size=1, max_size=10), st.integers(0, 8)),
+        50 if team == 1 else 20,
+    )
 
 
-def test_walk_by_coins(core):
+@pytest.mark.parametrize("team", TEAMS)
+def test_walk_by_coins(core, team):
     slots = st.one_of(st.integers(-1, 12), st.sampled_from(WILD))
     tokens = st.one_of(st.integers(-1, 3), st.sampled_from([-(2**63), 2**63 - 1]))
     mass = st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, -1.0])
@@ -339,6 +352,12 @@ def test_walk_by_coins(core):
         assert accepted == len(path) - 1 and asked == path
         assert index == path + [-1] * (max_depth + 1 - len(path))
         assert bonus == next((t for t in range(3) if rest[t]), 0)
+        # Coin 0 draws the lowest token that is left.
+        together = core.accept_coins(
+            np.array(rows).reshape(-1), np.array(coin), 0.0, np.array(draft),
+            np.array(child, np.int32), np.array(sibling, np.int32), max_depth, team,
+        )  # fmt: skip
+        assert together == (accepted, index, bonus)
 
     fuzz(
         check,
@@ -346,7 +365,68 @@ def test_walk_by_coins(core):
             st.lists(st.tuples(row, coins, tokens, slots, slots), min_size=1, max_size=10),
             st.integers(0, 8),
         ),
-        100,
+        100 if team == 1 else 20,
+    )
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_masks(core, team):
+    def check(case):
+        bits, step = case
+        width = len(bits)
+        spread = np.full(width * step, 9, np.uint8)
+        spread[::step] = bits
+        words = np.full(words_of(width), 77, np.uint64)
+        core.pack(spread[: (width - 1) * step + 1], step, width, words, team)
+        number = sum(1 << j for j, bit in enumerate(bits) if bit)
+        assert [int(w) for w in words] == [
+            number >> 64 * w & (2**64 - 1) for w in range(words_of(width))
+        ]
+        row = np.full(width, True)
+        core.unpack(words, 1, width, row, team)
+        assert row.tolist() == [bit != 0 for bit in bits]
+
+    byte = st.sampled_from([0, 1, 2, 255])
+    cases = st.tuples(st.lists(byte, min_size=1, max_size=140), st.integers(1, 3))
+    fuzz(check, cases, 50 if team == 1 else 20)
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_moves(core, team):
+    def check(case):
+        places, index, length, start, heads, first, count = case
+        per_head, unit = 2, 3
+        first, count = min(first, heads * 2 - 1), min(count, heads * 2 - min(first, heads * 2 - 1))
+        size = heads * per_head * unit
+        before = np.arange(len(places) * size) % 251
+        cache = before.astype(np.uint8)
+        length = min(length, len(index))
+        core.move_path(
+            cache, places, heads, per_head, unit, np.array(index, np.int32), length, start,
+            first, count, team,
+        )  # fmt: skip
+        want = before.copy().reshape(len(places), size)
+        for i, source in enumerate(index[: max(length, 0)]):
+            if source < 0:
+                break
+            if start + source in places and start + i in places:
+                to, from_ = places.index(start + i), places.index(start + source)
+                units = slice(first * unit, (first + count) * unit)
+                want[to, units] = before.reshape(len(places), size)[from_, units]
+        assert cache.tolist() == want.reshape(-1).tolist()
+
+    fuzz(
+        check,
+        st.tuples(
+            st.lists(st.integers(-2, 12), unique=True, min_size=1, max_size=12),
+            st.lists(st.one_of(st.integers(-1, 9), st.sampled_from(WILD)), max_size=9),
+            st.integers(-1, 9),
+            st.sampled_from([0, 1, 3, -(2**31), 2**31 - 1]),
+            st.integers(1, 3),
+            st.integers(0, 5),
+            st.integers(1, 6),
+        ),
+        100 if team == 1 else 20,
     )
 
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../address.h"
+#include "../tree.h"
 #include "common.h"
 
 namespace eagle2 {
@@ -205,40 +206,31 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index
     Places(caches.back(), "kv_caches", batch, table, page_table.has_value());
   }
 
-  parallel_for(static_cast<int64_t>(caches.size()) * batch, grain_of(bytes),
-               [&](int64_t begin, int64_t end) {
-                 // All sources are copied out before the first write: paths may overlap their
-                 // target.
-                 std::vector<char> staged;
-                 std::vector<char*> targets;
-                 for (int64_t task = begin; task < end; ++task) {
-                   const Rows& cache = caches[task / batch];
-                   const int64_t b = task % batch, start = lens(b), heads = cache.size[2];
-                   const Places places(cache, "kv_caches", batch, table, page_table.has_value());
-                   const int64_t count = std::min<int64_t>(int64_t{accepted(b)} + 1, index.size[1]);
-                   staged.clear();
-                   targets.clear();
-                   for (int64_t i = 0; i < count; ++i) {
-                     const int64_t source = index(b, i);
-                     if (source < 0) break;
-                     if (source == i) continue;
-                     const char* from = places.at(b, start + source);
-                     char* to = places.at(b, start + i);
-                     if (from == nullptr || to == nullptr) continue;
-                     targets.push_back(to);
-                     for (int64_t h = 0; h < heads; ++h) {
-                       const char* row = from + h * cache.stride[2];
-                       staged.insert(staged.end(), row, row + cache.row);
-                     }
-                   }
-                   const char* row = staged.data();
-                   for (char* to : targets) {
-                     for (int64_t h = 0; h < heads; ++h, row += cache.row) {
-                       std::memcpy(to + h * cache.stride[2], row, cache.row);
-                     }
-                   }
-                 }
-               });
+  parallel_for(
+      static_cast<int64_t>(caches.size()) * batch, grain_of(bytes),
+      [&](int64_t begin, int64_t end) {
+        std::vector<char> staged(static_cast<size_t>(bytes));
+        std::vector<char*> rows(2 * static_cast<size_t>(index.size[1]));
+        int32_t shared = 0;
+        const MoveScratch scratch{rows.data(), rows.data() + index.size[1], &shared, staged.data()};
+        for (int64_t task = begin; task < end; ++task) {
+          const Rows& cache = caches[task / batch];
+          const int64_t b = task % batch;
+          if (cache.size[2] * cache.row == 0) continue;
+          const RowUnits units{0, static_cast<int32_t>(cache.size[2]), 1,
+                               static_cast<int32_t>(cache.row), cache.stride[2]};
+          const Places places(cache, "kv_caches", batch, table, page_table.has_value());
+          const AcceptedPath path{index.data + index.offset(b), index.stride[1],
+                                  std::min<int64_t>(int64_t{accepted(b)} + 1, index.size[1]),
+                                  lens(b)};
+          const auto copy = [&cache](const char* from, char* to) {
+            std::memcpy(to, from, cache.row);
+          };
+          move_path(
+              SoloTeam{}, path, units, [&](int64_t position) { return places.at(b, position); },
+              copy, scratch);
+        }
+      });
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {

@@ -166,16 +166,9 @@ void extend_draft_tree_out(const Tensor& candidate_parents, const Tensor& draft_
   int64_t* next = output<int64_t, 3>(next_draft_mask, "next_draft_mask", {batch, top_k, words});
   if (next == mask.row(0) && batch > 0) fail("next_draft_mask: expected memory of its own");
   for (int64_t b = 0; b < batch; ++b) {
-    int32_t* row = &parents(b);
-    int64_t* next_row = next + b * top_k * words;
-    if (level == 0) {
-      std::fill_n(row, top_k, -1);
-      std::copy_n(mask.row(b), top_k * words, next_row);
-    } else {
-      extend_level(level, top_k, words, frontier.row(b),
-                   reinterpret_cast<const uint64_t*>(mask.row(b)), row,
-                   reinterpret_cast<uint64_t*>(next_row));
-    }
+    extend_level(SoloTeam{}, level, top_k, words, frontier.row(b),
+                 reinterpret_cast<const uint64_t*>(mask.row(b)), &parents(b),
+                 reinterpret_cast<uint64_t*>(next + b * top_k * words));
   }
 }
 

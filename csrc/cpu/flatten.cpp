@@ -221,10 +221,11 @@ void retrieve_indices_out(const Tensor& parents, const Tensor& num_nodes, int64_
   const Packed<int32_t, 1> counts(num_nodes, "num_nodes", {batch});
   int64_t* rows = output<int64_t, 3>(indices, "indices", {batch, n, width});
   parallel_for(batch, grain_for(n), [&](int64_t begin, int64_t end) {
-    std::vector<uint8_t> is_inner(static_cast<size_t>(n));
+    std::vector<int32_t> children(static_cast<size_t>(n));
+    int32_t sums[2];
     for (int64_t b = begin; b < end; ++b) {
-      leaf_paths(up.row(b), static_cast<int32_t>(n), counts[b], width, is_inner.data(),
-                 rows + b * n * width);
+      leaf_paths(SoloTeam{}, up.row(b), static_cast<int32_t>(n), counts[b], width, children.data(),
+                 sums, rows + b * n * width);
     }
   });
 }
@@ -256,12 +257,7 @@ struct MaskRows {
 
   // Elements before row r.
   int64_t offset(int64_t r) const {
-    int64_t sum = 0;
-    for (size_t i = shape.size() - 1; i-- > 0;) {
-      sum += r % shape[i] * strides[i];
-      r /= shape[i];
-    }
-    return sum;
+    return row_offset(r, shape.data(), strides.data(), static_cast<int64_t>(shape.size()) - 1);
   }
 
   std::vector<int64_t> with_width(int64_t other) const {
@@ -288,19 +284,10 @@ void pack_tree_mask_out(const Tensor& mask, const Tensor& words) {
   const MaskRows in(mask, "mask", ScalarType::Bool);
   const int64_t width = mask_words(in.width), step = in.strides.back();
   check_mask_out(in, words, "words", ScalarType::Long, width);
-  // Bytes, because a bool tensor may be a view of bytes other than 0 and 1.
   const uint8_t* bits = static_cast<const uint8_t*>(mask.const_data_ptr());
   uint64_t* out = static_cast<uint64_t*>(words.mutable_data_ptr());
   for (int64_t r = 0; r < in.rows; ++r) {
-    const uint8_t* row = bits + in.offset(r);
-    for (int64_t w = 0; w < width; ++w) {
-      uint64_t word = 0;
-      const int64_t count = std::min(kWordBits, in.width - w * kWordBits);
-      for (int64_t j = 0; j < count; ++j) {
-        word |= uint64_t{row[(w * kWordBits + j) * step] != 0} << j;
-      }
-      *out++ = word;
-    }
+    pack_row(SoloTeam{}, bits + in.offset(r), step, in.width, out + r * width);
   }
 }
 
@@ -321,10 +308,7 @@ void unpack_tree_mask_out(const Tensor& words, int64_t num_keys, const Tensor& m
   const int64_t step = in.strides.back();
   bool* out = static_cast<bool*>(mask.mutable_data_ptr());
   for (int64_t r = 0; r < in.rows; ++r) {
-    const uint64_t* row = data + in.offset(r);
-    for (int64_t j = 0; j < num_keys; ++j) {
-      *out++ = row[j / kWordBits * step] >> (j % kWordBits) & 1;
-    }
+    unpack_row(SoloTeam{}, data + in.offset(r), step, num_keys, out + r * num_keys);
   }
 }
 

@@ -354,31 +354,14 @@ class Probabilities {
     for_each_excluded([&](int64_t token) {
       if (token >= 0 && token < vocab()) row[token] = 0;
     });
-    // Summed in ascending id, as the oracle sums. The sums where chunks end say which chunk to walk
-    // again.
-    thread_local std::vector<double> ends;
-    ends.clear();
-    double sum = 0;
-    for (int64_t first = 0; first < vocab(); first += kChunk) {
-      const int64_t end = std::min(first + kChunk, vocab());
-      for (int64_t v = first; v < end; ++v) sum += row[v] > 0 ? row[v] : T{0};
-      ends.push_back(sum);
-    }
-    if (!(sum > 0)) return -1;
-    const double threshold = coin * sum;
-    for (size_t chunk = 0; chunk < ends.size(); ++chunk) {
-      if (!(ends[chunk] > threshold)) continue;
-      double cumulative = chunk == 0 ? 0 : ends[chunk - 1];
-      const int64_t first = static_cast<int64_t>(chunk) * kChunk;
-      for (int64_t v = first; v < std::min(first + kChunk, vocab()); ++v) {
-        if (!(row[v] > 0)) continue;
-        cumulative += row[v];
-        if (cumulative > threshold) return v;
-      }
-    }
-    int64_t last = vocab() - 1;
-    while (!(row[last] > 0)) --last;
-    return last;
+    thread_local std::vector<double> sums;
+    sums.resize(static_cast<size_t>(draw_chunks(vocab()) * kDrawLanes));
+    double shared[2];
+    int64_t found[2];
+    const T* masses = row.data();
+    return draw_token(
+        SoloTeam{}, [masses](int64_t id) { return masses[id] > 0 ? double{masses[id]} : 0.0; },
+        vocab(), coin, DrawScratch{sums.data(), shared, found});
   }
 
   Logits rows_;

@@ -1,53 +1,14 @@
-// build_tree and flatten_tree on CUDA: tree.h run by one thread block per request. A step's tree is
-// a few thousand numbers, so a block keeps it in its cache; the launch is what costs.
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
-#include <algorithm>
-#include <array>
+// build_tree, build_tree_from_marginals, flatten_tree, retrieve_indices and the mask packing on
+// CUDA: tree.h run by one thread block per request. A step's tree is a few thousand numbers, so a
+// block keeps it in its cache; the launch is what costs.
 #include <tuple>
 
-#include "../cpu/common.h"
-#include "../tree.h"
+#include "common.cuh"
 
 namespace eagle2 {
 namespace {
 
-struct BlockTeam {
-  EAGLE2_HD int rank() const {
-#if defined(__CUDA_ARCH__)
-    return static_cast<int>(threadIdx.x);
-#else
-    return 0;
-#endif
-  }
-  EAGLE2_HD int size() const {
-#if defined(__CUDA_ARCH__)
-    return static_cast<int>(blockDim.x);
-#else
-    return 1;
-#endif
-  }
-  EAGLE2_HD void sync() const {
-#if defined(__CUDA_ARCH__)
-    __syncthreads();
-#endif
-  }
-  EAGLE2_HD bool any(bool flag) const {
-#if defined(__CUDA_ARCH__)
-    return __syncthreads_or(flag) != 0;
-#else
-    return flag;
-#endif
-  }
-  EAGLE2_HD int32_t add(int32_t* counter, int32_t value) const {
-#if defined(__CUDA_ARCH__)
-    return atomicAdd(counter, value);
-#else
-    return *counter + value;
-#endif
-  }
-};
+constexpr int64_t kSharedKeyBytes = 32 << 10;
 
 struct BuildArgs {
   const int64_t* root_tokens;  // [B]
@@ -61,8 +22,10 @@ struct BuildArgs {
   TreeOut out;
 };
 
-// Reads a request's candidates once per selection round (from the cache after the first), writes
-// its tree. Shared memory: the histogram and, where they fit, the sort keys.
+// Per request it reads 8 M bytes of scores and parents (the rounds after the first find them in the
+// cache), 20 bytes and 8 for each of at most N kept tokens; it writes a tree, N * (36 + 8 W) + 4
+// bytes with W = mask_words(N), and passes 24 M bytes of scratch. Shared memory: the histogram and,
+// where they fit, the sort keys.
 __global__ void build_tree_kernel(BuildArgs args) {
   __shared__ int32_t histogram[256];
   __shared__ int32_t shared[4];
@@ -98,7 +61,8 @@ struct FlattenArgs {
   uint64_t* tree_mask;  // [B, N, W]
 };
 
-// Each slot walks to the root by itself; a request's parents stay in the cache.
+// Each slot walks to the root by itself; a request's parents stay in the cache. Per request it
+// reads 4 N + 8 bytes and writes N * (20 + 8 W), W = mask_words(N).
 __global__ void flatten_tree_kernel(FlattenArgs args) {
   const int64_t b = blockIdx.x, at = b * args.n;
   flatten_tree(BlockTeam{}, args.parents + at, args.n, args.num_nodes[b], args.prefix_lens[b],
@@ -106,72 +70,31 @@ __global__ void flatten_tree_kernel(FlattenArgs args) {
                args.next_sibling + at, args.tree_mask + at * mask_words(args.n));
 }
 
-constexpr int64_t kSharedKeyBytes = 32 << 10;
-
-unsigned threads_for(int64_t work) {
-  return static_cast<unsigned>(std::min<int64_t>(256, (std::max<int64_t>(work, 1) + 31) / 32 * 32));
+// The outputs of a batch of trees, checked.
+TreeOut tree_out(const CudaArgs& cuda, int64_t batch, int64_t n, const Tensor& draft_tokens,
+                 const Tensor& parents, const Tensor& depths, const Tensor& position_ids,
+                 const Tensor& scores, const Tensor& first_child, const Tensor& next_sibling,
+                 const Tensor& tree_mask, const Tensor& num_nodes) {
+  return {cuda.output<int64_t, 2>(draft_tokens, "draft_tokens", {batch, n}),
+          cuda.output<int32_t, 2>(parents, "parents", {batch, n}),
+          cuda.output<int32_t, 2>(depths, "depths", {batch, n}),
+          cuda.output<int64_t, 2>(position_ids, "position_ids", {batch, n}),
+          cuda.output<float, 2>(scores, "scores", {batch, n}),
+          cuda.output<int32_t, 2>(first_child, "first_child", {batch, n}),
+          cuda.output<int32_t, 2>(next_sibling, "next_sibling", {batch, n}),
+          reinterpret_cast<uint64_t*>(
+              cuda.output<int64_t, 3>(tree_mask, "tree_mask", {batch, n, mask_words(n)})),
+          cuda.output<int32_t, 1>(num_nodes, "num_nodes", {batch})};
 }
 
-// Tensors of one call: all on one device, of the shape and dtype named.
-class CudaArgs {
- public:
-  explicit CudaArgs(const Tensor& first) : device_(first.get_device_index()) {}
+using Tree = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-  template <typename T, int Rank>
-  const T* input(const Tensor& tensor, const char* name,
-                 const std::array<int64_t, Rank>& shape) const {
-    check(tensor, name);
-    const auto v = view<T, Rank>(tensor, name);
-    check_sizes(v.size, name, shape);
-    return v.data;
-  }
-
-  template <typename T, int Rank>
-  T* output(const Tensor& tensor, const char* name, const std::array<int64_t, Rank>& shape) const {
-    check(tensor, name);
-    const auto v = mutable_view<T, Rank>(tensor, name);
-    check_sizes(v.size, name, shape);
-    return v.data;
-  }
-
-  template <typename T>
-  Tensor allocate(std::initializer_list<int64_t> shape) const {
-    return torch::stable::empty(
-        shape, torch::headeronly::CppTypeToScalarType<T>::value, std::nullopt,
-        torch::stable::Device(torch::headeronly::DeviceType::CUDA, device_));
-  }
-
-  cudaStream_t stream() const {
-    void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
-    return static_cast<cudaStream_t>(stream);
-  }
-
-  int32_t device() const { return device_; }
-
- private:
-  void check(const Tensor& tensor, const char* name) const {
-    if (!tensor.is_cuda() || tensor.get_device_index() != device_) {
-      fail(name, ": expected a tensor on cuda:", device_, ", like the first argument");
-    }
-    if (!tensor.is_contiguous()) fail(name, ": expected a contiguous tensor");
-  }
-
-  template <size_t Rank>
-  static void check_sizes(const int64_t* got, const char* name,
-                          const std::array<int64_t, Rank>& want) {
-    for (size_t i = 0; i < Rank; ++i) {
-      if (got[i] != want[i]) {
-        fail(name, ": expected size ", want[i], " in dimension ", i, ", got ", got[i]);
-      }
-    }
-  }
-
-  int32_t device_;
-};
-
-void check_rank(const Tensor& tensor, const char* name, int64_t rank) {
-  if (tensor.dim() != rank) fail(name, ": expected ", rank, " dimensions, got ", tensor.dim());
+Tree allocate_tree(const CudaArgs& cuda, int64_t batch, int64_t n) {
+  return {cuda.allocate<int64_t>({batch, n}), cuda.allocate<int32_t>({batch, n}),
+          cuda.allocate<int32_t>({batch, n}), cuda.allocate<int64_t>({batch, n}),
+          cuda.allocate<float>({batch, n}),   cuda.allocate<int32_t>({batch, n}),
+          cuda.allocate<int32_t>({batch, n}), cuda.allocate<int64_t>({batch, n, mask_words(n)}),
+          cuda.allocate<int32_t>({batch})};
 }
 
 void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
@@ -198,16 +121,8 @@ void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
     args.limits = cuda.input<int32_t, 2>(*limits, "limits", {batch, 2});
   }
   args.max_nodes = static_cast<int32_t>(n);
-  args.out = {cuda.output<int64_t, 2>(draft_tokens, "draft_tokens", {batch, n}),
-              cuda.output<int32_t, 2>(parents, "parents", {batch, n}),
-              cuda.output<int32_t, 2>(depths, "depths", {batch, n}),
-              cuda.output<int64_t, 2>(position_ids, "position_ids", {batch, n}),
-              cuda.output<float, 2>(scores, "scores", {batch, n}),
-              cuda.output<int32_t, 2>(first_child, "first_child", {batch, n}),
-              cuda.output<int32_t, 2>(next_sibling, "next_sibling", {batch, n}),
-              reinterpret_cast<uint64_t*>(
-                  cuda.output<int64_t, 3>(tree_mask, "tree_mask", {batch, n, mask_words(n)})),
-              cuda.output<int32_t, 1>(num_nodes, "num_nodes", {batch})};
+  args.out = tree_out(cuda, batch, n, draft_tokens, parents, depths, position_ids, scores,
+                      first_child, next_sibling, tree_mask, num_nodes);
   if (batch == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(cuda.device());
@@ -222,23 +137,102 @@ void build_tree_out(const Tensor& root_tokens, const Tensor& prefix_lens,
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> build_tree_op(
-    const Tensor& root_tokens, const Tensor& prefix_lens, const Tensor& candidate_tokens,
-    const Tensor& candidate_scores, const Tensor& candidate_parents, int64_t max_nodes,
-    const std::optional<Tensor>& limits) {
+Tree build_tree_op(const Tensor& root_tokens, const Tensor& prefix_lens,
+                   const Tensor& candidate_tokens, const Tensor& candidate_scores,
+                   const Tensor& candidate_parents, int64_t max_nodes,
+                   const std::optional<Tensor>& limits) {
   if (max_nodes < 1) fail("max_nodes: expected at least 1, got ", max_nodes);
-  const int64_t batch = root_tokens.numel(), n = max_nodes;
-  const CudaArgs cuda(root_tokens);
-  auto results = std::make_tuple(
-      cuda.allocate<int64_t>({batch, n}), cuda.allocate<int32_t>({batch, n}),
-      cuda.allocate<int32_t>({batch, n}), cuda.allocate<int64_t>({batch, n}),
-      cuda.allocate<float>({batch, n}), cuda.allocate<int32_t>({batch, n}),
-      cuda.allocate<int32_t>({batch, n}), cuda.allocate<int64_t>({batch, n, mask_words(n)}),
-      cuda.allocate<int32_t>({batch}));
+  Tree results = allocate_tree(CudaArgs(root_tokens), root_tokens.numel(), max_nodes);
   std::apply(
       [&](const auto&... outs) {
         build_tree_out(root_tokens, prefix_lens, candidate_tokens, candidate_scores,
                        candidate_parents, max_nodes, limits, outs...);
+      },
+      results);
+  return results;
+}
+
+struct MarginalsArgs {
+  const int64_t* root_tokens;  // [B]
+  const int32_t* prefix_lens;  // [B]
+  Marginals marginals;         // of request 0; [B, depth, top_k] each
+  const int32_t* limits;       // [B, 2] or null
+  int32_t max_nodes;
+  BlockScratch scratch;
+  TreeOut out;
+};
+
+int64_t marginals_scratch_bytes(int64_t n, int64_t keys) {
+  return 8 * keys + n * static_cast<int64_t>(8 + sizeof(OpenPrefix) + 12);
+}
+
+// One thread searches, N heap steps in shared memory, then the block sorts and writes. Per request
+// it reads 12 bytes of each of at most 2 N marginals and 20 more; it writes a tree, N * (36 + 8 W)
+// + 4 bytes with W = mask_words(N).
+__global__ void build_tree_from_marginals_kernel(MarginalsArgs args) {
+  __shared__ int32_t shared[1];
+  const int64_t b = blockIdx.x, n = args.max_nodes;
+  uint64_t* keys = reinterpret_cast<uint64_t*>(args.scratch.of_block());
+  int64_t* tokens = reinterpret_cast<int64_t*>(keys + sort_capacity(args.max_nodes));
+  OpenPrefix* open = reinterpret_cast<OpenPrefix*>(tokens + n);
+  float* scores = reinterpret_cast<float*>(open + n);
+  int32_t* ints = reinterpret_cast<int32_t*>(scores + n);
+  const MarginalsScratch scratch{open, tokens, scores, ints, ints + n, keys, shared};
+  const int64_t at = b * args.marginals.depth * args.marginals.top_k;
+  const Marginals marginals{args.marginals.tokens + at, args.marginals.log_probs + at,
+                            args.marginals.depth, args.marginals.top_k};
+  build_tree_from_marginals(BlockTeam{}, marginals, args.root_tokens[b], args.prefix_lens[b],
+                            args.max_nodes, args.limits ? args.limits[2 * b] : args.max_nodes,
+                            args.limits ? args.limits[2 * b + 1] : marginals.depth, scratch,
+                            args.out.request(b, n));
+}
+
+void build_tree_from_marginals_out(const Tensor& root_tokens, const Tensor& prefix_lens,
+                                   const Tensor& tokens, const Tensor& log_probs, int64_t max_nodes,
+                                   const std::optional<Tensor>& limits, const Tensor& draft_tokens,
+                                   const Tensor& parents, const Tensor& depths,
+                                   const Tensor& position_ids, const Tensor& scores,
+                                   const Tensor& first_child, const Tensor& next_sibling,
+                                   const Tensor& tree_mask, const Tensor& num_nodes) {
+  check_rank(root_tokens, "root_tokens", 1);
+  check_rank(tokens, "tokens", 3);
+  const int64_t batch = root_tokens.size(0), n = max_nodes;
+  const int64_t depth = tokens.size(1), top_k = tokens.size(2);
+  if (n < 1 || n > INT32_MAX / 2) fail("max_nodes: expected at least 1, got ", n);
+  if (std::max(depth, top_k) > INT32_MAX / 2) {
+    fail("tokens: expected fewer than 2^30 positions and choices, got ", depth, " and ", top_k);
+  }
+  const CudaArgs cuda(root_tokens);
+  MarginalsArgs args{};
+  args.root_tokens = cuda.input<int64_t, 1>(root_tokens, "root_tokens", {batch});
+  args.prefix_lens = cuda.input<int32_t, 1>(prefix_lens, "prefix_lens", {batch});
+  args.marginals = {cuda.input<int64_t, 3>(tokens, "tokens", {batch, depth, top_k}),
+                    cuda.input<float, 3>(log_probs, "log_probs", {batch, depth, top_k}),
+                    static_cast<int32_t>(depth), static_cast<int32_t>(top_k)};
+  if (limits.has_value()) args.limits = cuda.input<int32_t, 2>(*limits, "limits", {batch, 2});
+  args.max_nodes = static_cast<int32_t>(n);
+  args.out = tree_out(cuda, batch, n, draft_tokens, parents, depths, position_ids, scores,
+                      first_child, next_sibling, tree_mask, num_nodes);
+  if (batch == 0) return;
+
+  const torch::stable::accelerator::DeviceGuard guard(cuda.device());
+  const ScratchOwner scratch(cuda, batch,
+                             marginals_scratch_bytes(n, sort_capacity(args.max_nodes)));
+  args.scratch = scratch.scratch();
+  build_tree_from_marginals_kernel<<<static_cast<unsigned>(batch), threads_for(n),
+                                     scratch.shared_bytes(), cuda.stream()>>>(args);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+Tree build_tree_from_marginals_op(const Tensor& root_tokens, const Tensor& prefix_lens,
+                                  const Tensor& tokens, const Tensor& log_probs, int64_t max_nodes,
+                                  const std::optional<Tensor>& limits) {
+  if (max_nodes < 1) fail("max_nodes: expected at least 1, got ", max_nodes);
+  Tree results = allocate_tree(CudaArgs(root_tokens), root_tokens.numel(), max_nodes);
+  std::apply(
+      [&](const auto&... outs) {
+        build_tree_from_marginals_out(root_tokens, prefix_lens, tokens, log_probs, max_nodes,
+                                      limits, outs...);
       },
       results);
   return results;
@@ -285,13 +279,208 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flatten_tree_op(const Tensor&
   return results;
 }
 
+struct PathsArgs {
+  const int32_t* parents;    // [B, N]
+  const int32_t* num_nodes;  // [B]
+  int32_t n;
+  int64_t width;  // max_depth + 1
+  BlockScratch scratch;
+  int64_t* rows;  // [B, N, width]
+};
+
+// Per request it reads 4 N + 4 bytes and writes 8 N * width, the rows of leaves twice. Shared
+// memory: 4 N bytes where they fit, and two numbers per thread to count leaves.
+__global__ void retrieve_indices_kernel(PathsArgs args) {
+  __shared__ int32_t sums[512];
+  const int64_t b = blockIdx.x, at = b * args.n;
+  leaf_paths(BlockTeam{}, args.parents + at, args.n, args.num_nodes[b], args.width,
+             reinterpret_cast<int32_t*>(args.scratch.of_block()), sums,
+             args.rows + at * args.width);
+}
+
+void retrieve_indices_out(const Tensor& parents, const Tensor& num_nodes, int64_t max_depth,
+                          const Tensor& indices) {
+  check_rank(parents, "parents", 2);
+  const int64_t batch = parents.size(0), n = parents.size(1), width = max_depth + 1;
+  if (max_depth < 0) fail("max_depth: expected at least 0, got ", max_depth);
+  if (n > INT32_MAX / 2) fail("parents: expected fewer than 2^30 slots, got ", n);
+  const CudaArgs cuda(parents);
+  PathsArgs args{};
+  args.parents = cuda.input<int32_t, 2>(parents, "parents", {batch, n});
+  args.num_nodes = cuda.input<int32_t, 1>(num_nodes, "num_nodes", {batch});
+  args.n = static_cast<int32_t>(n);
+  args.width = width;
+  args.rows = cuda.output<int64_t, 3>(indices, "indices", {batch, n, width});
+  if (batch == 0 || n == 0) return;
+
+  const torch::stable::accelerator::DeviceGuard guard(cuda.device());
+  const ScratchOwner scratch(cuda, batch, 4 * n);
+  args.scratch = scratch.scratch();
+  retrieve_indices_kernel<<<static_cast<unsigned>(batch), threads_for(n), scratch.shared_bytes(),
+                            cuda.stream()>>>(args);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+Tensor retrieve_indices(const Tensor& parents, const Tensor& num_nodes, int64_t max_depth) {
+  check_rank(parents, "parents", 2);
+  if (max_depth < 0) fail("max_depth: expected at least 0, got ", max_depth);
+  Tensor indices =
+      CudaArgs(parents).allocate<int64_t>({parents.size(0), parents.size(1), max_depth + 1});
+  retrieve_indices_out(parents, num_nodes, max_depth, indices);
+  return indices;
+}
+
+constexpr int64_t kMostLeading = 8;
+
+// A mask's leading dimensions and its last one.
+struct MaskRows {
+  int64_t shape[kMostLeading], stride[kMostLeading];
+  int64_t dims;  // leading ones
+  int64_t rows, width, step;
+};
+
+// The threads that share a row: blockDim.y rows to a block.
+struct RowTeam {
+  __device__ int rank() const { return static_cast<int>(threadIdx.x); }
+  __device__ int size() const { return static_cast<int>(blockDim.x); }
+};
+
+struct MaskArgs {
+  MaskRows in;
+  const void* from;
+  void* to;  // contiguous rows
+  int64_t num_keys;
+};
+
+// A thread builds a word from 64 bytes: reads a byte and writes a bit per key.
+__global__ void pack_tree_mask_kernel(MaskArgs args) {
+  const int64_t r = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (r >= args.in.rows) return;
+  pack_row(RowTeam{},
+           static_cast<const uint8_t*>(args.from) +
+               row_offset(r, args.in.shape, args.in.stride, args.in.dims),
+           args.in.step, args.num_keys,
+           static_cast<uint64_t*>(args.to) + r * mask_words(args.num_keys));
+}
+
+// A thread writes a key's byte: reads a bit and writes a byte per key.
+__global__ void unpack_tree_mask_kernel(MaskArgs args) {
+  const int64_t r = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (r >= args.in.rows) return;
+  unpack_row(RowTeam{},
+             static_cast<const uint64_t*>(args.from) +
+                 row_offset(r, args.in.shape, args.in.stride, args.in.dims),
+             args.in.step, args.num_keys, static_cast<bool*>(args.to) + r * args.num_keys);
+}
+
+MaskRows mask_rows(const Tensor& tensor, const char* name, ScalarType dtype) {
+  if (tensor.dim() < 1) fail(name, ": expected at least 1 dimension, got 0");
+  if (tensor.dim() > kMostLeading + 1) {
+    fail(name, ": expected at most ", kMostLeading + 1, " dimensions on CUDA, got ", tensor.dim());
+  }
+  if (tensor.scalar_type() != dtype) {
+    fail(name, ": expected dtype ", torch::headeronly::toString(dtype), ", got ",
+         torch::headeronly::toString(tensor.scalar_type()));
+  }
+  MaskRows in{};
+  in.dims = tensor.dim() - 1;
+  in.rows = 1;
+  for (int64_t i = 0; i < in.dims; ++i) {
+    in.shape[i] = tensor.size(i);
+    in.stride[i] = tensor.stride(i);
+    in.rows *= in.shape[i];
+  }
+  in.width = tensor.size(in.dims);
+  in.step = tensor.stride(in.dims);
+  return in;
+}
+
+void check_mask_out(const CudaArgs& cuda, const MaskRows& in, const Tensor& out, const char* name,
+                    ScalarType dtype, int64_t width) {
+  cuda.check_device(out, name);
+  const MaskRows written = mask_rows(out, name, dtype);
+  bool same = written.dims == in.dims && written.width == width;
+  for (int64_t i = 0; same && i < in.dims; ++i) same = written.shape[i] == in.shape[i];
+  if (!same) fail(name, ": expected the input's shape with a last dimension of ", width);
+  if (!out.is_contiguous()) fail(name, ": expected a contiguous tensor");
+}
+
+Tensor allocate_mask(const CudaArgs& cuda, const MaskRows& in, int64_t width, ScalarType dtype) {
+  std::vector<int64_t> shape(in.shape, in.shape + in.dims);
+  shape.push_back(width);
+  return cuda.allocate(shape, dtype);
+}
+
+void check_num_keys(const MaskRows& in, int64_t num_keys) {
+  if (num_keys < 0 || num_keys > in.width * kWordBits) {
+    fail("num_keys: expected 0 to ", in.width * kWordBits, ", got ", num_keys);
+  }
+}
+
+// Blocks of 128 threads, as many to a row as there is work for.
+void launch_rows(void (*kernel)(MaskArgs), const MaskArgs& args, int64_t work,
+                 const CudaArgs& cuda) {
+  if (args.in.rows == 0 || work == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(cuda.device());
+  unsigned x = 1;
+  while (x < 128 && x < work) x *= 2;
+  const dim3 block(x, 128 / x);
+  kernel<<<static_cast<unsigned>((args.in.rows + block.y - 1) / block.y), block, 0,
+           cuda.stream()>>>(args);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void pack_tree_mask_out(const Tensor& mask, const Tensor& words) {
+  const CudaArgs cuda(mask);
+  cuda.check_device(mask, "mask");
+  const MaskRows in = mask_rows(mask, "mask", ScalarType::Bool);
+  check_mask_out(cuda, in, words, "words", ScalarType::Long, mask_words(in.width));
+  launch_rows(&pack_tree_mask_kernel,
+              MaskArgs{in, mask.const_data_ptr(), words.mutable_data_ptr(), in.width},
+              mask_words(in.width), cuda);
+}
+
+Tensor pack_tree_mask(const Tensor& mask) {
+  const MaskRows in = mask_rows(mask, "mask", ScalarType::Bool);
+  Tensor words = allocate_mask(CudaArgs(mask), in, mask_words(in.width), ScalarType::Long);
+  pack_tree_mask_out(mask, words);
+  return words;
+}
+
+void unpack_tree_mask_out(const Tensor& words, int64_t num_keys, const Tensor& mask) {
+  const CudaArgs cuda(words);
+  cuda.check_device(words, "words");
+  const MaskRows in = mask_rows(words, "words", ScalarType::Long);
+  check_num_keys(in, num_keys);
+  check_mask_out(cuda, in, mask, "mask", ScalarType::Bool, num_keys);
+  launch_rows(&unpack_tree_mask_kernel,
+              MaskArgs{in, words.const_data_ptr(), mask.mutable_data_ptr(), num_keys}, num_keys,
+              cuda);
+}
+
+Tensor unpack_tree_mask(const Tensor& words, int64_t num_keys) {
+  const MaskRows in = mask_rows(words, "words", ScalarType::Long);
+  check_num_keys(in, num_keys);
+  Tensor mask = allocate_mask(CudaArgs(words), in, num_keys, ScalarType::Bool);
+  unpack_tree_mask_out(words, num_keys, mask);
+  return mask;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CUDA, m) {
   m.impl("build_tree", TORCH_BOX(&build_tree_op));
   m.impl("build_tree_out", TORCH_BOX(&build_tree_out));
+  m.impl("build_tree_from_marginals", TORCH_BOX(&build_tree_from_marginals_op));
+  m.impl("build_tree_from_marginals_out", TORCH_BOX(&build_tree_from_marginals_out));
   m.impl("flatten_tree", TORCH_BOX(&flatten_tree_op));
   m.impl("flatten_tree_out", TORCH_BOX(&flatten_tree_out));
+  m.impl("retrieve_indices", TORCH_BOX(&retrieve_indices));
+  m.impl("retrieve_indices_out", TORCH_BOX(&retrieve_indices_out));
+  m.impl("pack_tree_mask", TORCH_BOX(&pack_tree_mask));
+  m.impl("pack_tree_mask_out", TORCH_BOX(&pack_tree_mask_out));
+  m.impl("unpack_tree_mask", TORCH_BOX(&unpack_tree_mask));
+  m.impl("unpack_tree_mask_out", TORCH_BOX(&unpack_tree_mask_out));
 }
 
 }  // namespace eagle2
