@@ -438,6 +438,20 @@ def test_draws_equal_the_oracles(name, rounded_once):
     assert torch.equal(got, reference.sample_tokens(*args, **kwargs))
 
 
+@pytest.mark.parametrize(
+    ("filters", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.125}, 5), ({"top_k": 8, "top_p": 0.5}, 4)]
+)
+def test_among_equals_a_filter_keeps_the_lowest_ids(filters, kept):
+    # 40 equal logits at 16 positions: each of the few that stay is drawn.
+    args = (torch.zeros(1, 16, 40), torch.arange(16)[None], torch.tensor([1]))
+    tensors = {
+        key: torch.tensor([value], dtype=torch.int32 if key == "top_k" else torch.float32)
+        for key, value in filters.items()
+    }
+    got = filled("sample_tokens", *args, temperature=torch.ones(1), **tensors)["tokens"]
+    assert set(got[0].tolist()) == set(range(kept))
+
+
 @pytest.mark.parametrize("temperature", [None, [1.0, 0.5]], ids=["greedy", "sampled"])
 def test_the_fused_walk_equals_the_oracles(temperature, rounded_once):
     g = torch.Generator().manual_seed(4)

@@ -311,7 +311,11 @@ STRIDES = {
 
 
 def is_wide(expression, wide):
-    names = {n.id for n in ast.walk(ast.parse(expression)) if isinstance(n, ast.Name)}
+    tree = ast.parse(expression)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load":
+            node.args, node.keywords = [], []  # a wide address makes no wide value
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     return ".to(tl.int64)" in expression or bool(names & wide)
 
 
