@@ -585,11 +585,6 @@ CHOOSING_MUTANTS = [
         "nan_draft_scores",
     ),
     oracle(
-        "scores = torch.where(dead | scores.isnan(), NEG_INF, scores)",
-        "scores = torch.where(dead, NEG_INF, scores)",
-        "nan_draft_scores",
-    ),
-    oracle(
         "torch.sort(x, dim=-1, descending=True, stable=True))",
         "torch.sort(x.flip(-1), dim=-1, descending=True, stable=True))",
         "ties_take_the_lowest_index",
