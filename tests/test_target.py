@@ -1,5 +1,6 @@
 """TargetModel against the model's own forward: chunks, ragged batches, trees; what it refuses."""
 
+import threading
 import warnings
 
 import pytest
@@ -210,6 +211,42 @@ def test_it_is_restored_when_a_forward_fails():
     with pytest.raises(Exception):  # noqa: B017
         target.forward(target.new_cache(1, 4), torch.full((1, 2), 5), None, "no tensor")
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("tapped", [False, True])
+def test_two_threads_take_turns(tapped):
+    """The second would find the model's own attention put back by the first, and its hooks."""
+    target = TargetModel(tiny_model())
+    ids = {"first": tokens(4, seed=1)[None], "second": tokens(7, seed=2)[None]}
+
+    def run(ids):
+        width = ids.shape[1]
+        args = target.new_cache(1, 16), ids, torch.arange(width)[None], lens(0)
+        with torch.inference_mode():
+            if tapped:
+                return torch.cat(target.forward_tapped((0, 1), *args), dim=-1)
+            return target.forward(*args)
+
+    alone = {name: run(each) for name, each in ids.items()}
+    got = {}
+    second = threading.Thread(target=lambda: got.update(second=run(ids["second"])))
+    entered, first_left = threading.Event(), threading.Event()
+
+    def meet(module, inputs):
+        if threading.current_thread() is second:
+            entered.set()
+            first_left.wait(5)
+        elif not second.is_alive():
+            second.start()
+            entered.wait(0.3)
+
+    handle = target.hf_model.model.layers[0].register_forward_pre_hook(meet)
+    got["first"] = run(ids["first"])
+    first_left.set()
+    second.join()
+    handle.remove()
+    assert {name: torch.equal(got[name], alone[name]) for name in ids} == dict.fromkeys(ids, True)
+    assert target.hf_model.config._attn_implementation == "sdpa"
 
 
 def test_what_the_target_tells_about_the_model():

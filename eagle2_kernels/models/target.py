@@ -10,7 +10,10 @@ implementation is what it was whenever no forward of ours is running.
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,6 +136,19 @@ def _tree_attention_function(
     return out, None
 
 
+# Not in the model nor in `TargetModel`: a lock can be neither copied nor pickled.
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_lock_of_locks = threading.Lock()
+
+
+def _one_at_a_time(model: nn.Module) -> AbstractContextManager[Any]:
+    """For as long as it is held, no other thread changes the model's attention or hooks."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    with _lock_of_locks:
+        return _locks.setdefault(model, threading.RLock())
+
+
 class TargetModel:
     """A Hugging Face causal LM that decodes trees.
 
@@ -146,8 +162,8 @@ class TargetModel:
     two tokens at construction shows how each layer attends; what this library does not honour (see
     Raises) is refused there.
 
-    Forwards are for inference: call them under ``torch.inference_mode()``. One model must not run
-    two of them at once in two threads.
+    Forwards are for inference: call them under ``torch.inference_mode()``. Those of one model wait
+    for each other, whatever threads they come from; nothing else may run the model meanwhile.
 
     Args:
         hf_model: a causal LM of transformers whose attention goes through `AttentionInterface`.
@@ -179,7 +195,8 @@ class TargetModel:
         self._lm_head: Any = model.get_output_embeddings()
         if self._lm_head is None:
             raise ValueError(f"hf_model: expected a model with an lm_head, {self._name} has none")
-        self._layers, self._configs = self._probe()
+        with _one_at_a_time(hf_model):
+            self._layers, self._configs = self._probe()
         self._blocks = _find_blocks(self._base, [layer.module for layer in self._layers])
         self._finish_logits = self._probe_logits()
         self._row_invariant: tuple[int | None] | None = None
@@ -259,17 +276,18 @@ class TargetModel:
             [B, N, H], rows of padding unspecified.
         """
         call = _Call(self._layers, cache, prefix_lens, tree_mask, depths, lengths)
-        before = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = _ATTENTION
-        try:
-            with self._packed_base:
-                return self._base(
-                    input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
-                ).last_hidden_state
-        finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
+        with _one_at_a_time(self.hf_model):
+            before = [config._attn_implementation_internal for config in self._configs]
+            for config in self._configs:
+                config._attn_implementation_internal = _ATTENTION
+            try:
+                with self._packed_base:
+                    return self._base(
+                        input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
+                    ).last_hidden_state
+            finally:
+                for config, name in zip(self._configs, before, strict=True):
+                    config._attn_implementation_internal = name
 
     def forward_tapped(
         self, taps: Sequence[int], *args: Any, **kwargs: Any
@@ -297,17 +315,18 @@ class TargetModel:
 
             return keep
 
-        handles = [self._blocks[i].register_forward_hook(hook(i)) for i in taps]
-        try:
-            features = self.forward(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _one_at_a_time(self.hf_model):
+            handles = [self._blocks[i].register_forward_hook(hook(i)) for i in taps]
+            try:
+                features = self.forward(*args, **kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
         return features, torch.cat([seen[i] for i in taps], dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
         """The model's logits [.., V] of features [.., H]."""
-        with self._packed_head:
+        with _one_at_a_time(self.hf_model), self._packed_head:
             out = self._lm_head(features)
         return out if self._finish_logits is None else self._finish_logits(out)
 
