@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +75,11 @@ def candidates_from_choices(
     if log_probs is not None:
         _checks.tensor("log_probs", log_probs, torch.float32, (b, depth, top_k), "[B, D, K]")
         _checks.same_device(tokens=tokens, log_probs=log_probs)
-    paths = tuple(tuple(path) for path in choices)
-    levels, ranks, parents, order = _plan_choices(paths, depth, top_k, tokens.device)
+    paths = tuple(tuple(_integers(f"choices[{i}]", path)) for i, path in enumerate(choices))
+    plan = _plan_choices(paths, depth, top_k)
+    # A tensor would not do as what is kept: one made under inference or fake mode is of no use
+    # outside it.
+    levels, ranks, parents, order = torch.tensor(plan, dtype=torch.int64, device=tokens.device)
     if log_probs is None:
         scores = (-1.0 - order).to(torch.float32).expand(b, -1)
     else:
@@ -92,9 +96,9 @@ def candidates_from_choices(
 
 @functools.lru_cache(maxsize=64)
 def _plan_choices(
-    paths: tuple[tuple[int, ...], ...], depth: int, top_k: int, device: torch.device
-) -> Tensor:
-    """[4, M]: (level, rank, parent, place in the list) of each choice, by (depth, place).
+    paths: tuple[tuple[int, ...], ...], depth: int, top_k: int
+) -> tuple[list[int], ...]:
+    """Levels, ranks, parents and places in the list of the choices, by (depth, place).
 
     Kept between calls: an engine passes the same choices at every step.
     """
@@ -114,13 +118,12 @@ def _plan_choices(
                 "choices"
             )
         place[path] = c
-    plan = [
+    return (
         [len(paths[i]) - 1 for i in order],
         [paths[i][-1] for i in order],
         [place[paths[i][:-1]] for i in order],
         order,
-    ]
-    return torch.tensor(plan, dtype=torch.int64, device=device)
+    )
 
 
 def candidates_from_chain(
@@ -150,6 +153,7 @@ def candidates_from_chain(
     """
     _checks.tensor("tokens", tokens, torch.int64, (None, None), "[B, D]")
     b, depth = tokens.shape
+    _checks.same_device(tokens=tokens, log_probs=log_probs, lengths=lengths)
     place = torch.arange(depth, device=tokens.device)
     if log_probs is None:
         scores = (-1.0 - place).to(torch.float32).repeat(b, 1)
@@ -159,7 +163,6 @@ def candidates_from_chain(
     if lengths is not None:
         _checks.tensor("lengths", lengths, torch.int32, (b,), "[B]")
         scores = torch.where(place < lengths[:, None], scores, -math.inf)
-    _checks.same_device(tokens=tokens, log_probs=log_probs, lengths=lengths)
     return Candidates(tokens, scores, (place - 1).to(torch.int32).repeat(b, 1))
 
 
@@ -193,7 +196,8 @@ def candidates_from_continuations(
         `Candidates` [B, M]; M is the largest trie of the batch, the others are padded with -inf.
 
     Raises:
-        TypeError: ``continuations`` lacks a level; those of one request go in a list of one.
+        TypeError: ``continuations`` lacks a level (those of one request go in a list of one), or a
+            continuation is not a sequence of ids.
         ValueError: the weights are not one positive finite number per continuation.
 
     Source: token trees, SpecInfer, arXiv 2305.09781.
@@ -213,7 +217,8 @@ def candidates_from_continuations(
             raise ValueError(
                 f"weights[{r}]: expected {len(sequences)} positive finite numbers, got {own}"
             )
-        rows.append(_merge(sequences, own))
+        ids = [_integers(f"continuations[{r}][{i}]", s) for i, s in enumerate(sequences)]
+        rows.append(_merge(ids, own))
     m = max((len(tokens) for tokens, _, _ in rows), default=0)
     table = [
         (tokens + [0] * pad, scores + [-math.inf] * pad, parents + [-1] * pad)
@@ -228,6 +233,13 @@ def candidates_from_continuations(
     )
 
 
+def _integers(name: str, values: Iterable[Any]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{name}: expected a sequence of integers, got {values!r}") from None
+
+
 def _merge(
     sequences: Sequence[Sequence[int]], weights: Sequence[float]
 ) -> tuple[list[int], list[float], list[int]]:
@@ -238,7 +250,7 @@ def _merge(
     for sequence, weight in zip(sequences, weights, strict=True):
         at = -1
         for level, token in enumerate(sequence):
-            key = (at, int(token))
+            key = (at, token)
             if key not in node:
                 node[key] = len(node)
                 depth.append(level)
@@ -284,7 +296,7 @@ def prompt_lookup(
         Continuations, for `candidates_from_continuations`; none when nothing recurs.
 
     Raises:
-        TypeError: a token is no number, or a bound is not an int.
+        TypeError: a bound or a token is not an int.
         ValueError: a bound is out of range.
 
     Source: prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -293,10 +305,7 @@ def prompt_lookup(
     _checks.integer("limit", limit, 1)
     _checks.integer("min_ngram", min_ngram, 1)
     _checks.integer("max_ngram", max_ngram, min_ngram)
-    try:
-        ids = [int(token) for token in token_ids]
-    except TypeError as error:
-        raise TypeError("token_ids: expected the ids of one request, one int each") from error
+    ids = _integers("token_ids", token_ids)
     found: dict[int, list[int]] = {}
     for n in range(min(max_ngram, len(ids) - 1), min_ngram - 1, -1):
         suffix = ids[-n:]

@@ -8,6 +8,7 @@ import torch
 from growth import i32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import eagle2_kernels as e2
 from eagle2_kernels.tree import check_tree
@@ -44,6 +45,40 @@ def head_tokens(b, depth, k, seed=0):
 
 
 # choices
+
+
+def test_choices_first_used_in_inference_or_fake_mode_serve_outside_it():
+    """What is kept between calls must not be a tensor of the mode."""
+    tokens, log_probs = head_tokens(1, 2, 3)
+    with torch.inference_mode():
+        e2.candidates_from_choices([[2], [2, 1]], tokens, log_probs)
+    log_probs.requires_grad_()
+    e2.candidates_from_choices([[2], [2, 1]], tokens, log_probs).scores.sum().backward()
+    assert log_probs.grad.tolist() == [[[0, 0, 2], [0, 1, 0]]]
+    with FakeTensorMode() as mode:
+        e2.candidates_from_choices([[2], [1]], mode.from_tensor(tokens))
+    candidates = e2.candidates_from_choices([[2], [1]], tokens)
+    assert candidates.tokens.tolist() == [[tokens[0, 0, 2], tokens[0, 0, 1]]]
+
+
+def test_what_is_no_sequence_of_ids_is_named():
+    tokens, _ = head_tokens(1, 2, 3)
+    for wrong in (0, [0.5], ["0"]):
+        with pytest.raises(TypeError, match=r"^choices\[1\]: expected a sequence of integers, got"):
+            e2.candidates_from_choices([[0], wrong], tokens)
+    with pytest.raises(TypeError, match=r"^continuations\[0\]\[1\]: expected a sequence of int"):
+        e2.candidates_from_continuations([[[1], [2.5]]])
+    with pytest.raises(TypeError, match="^token_ids: expected a sequence of integers, got '1 2'"):
+        e2.prompt_lookup("1 2")
+    assert e2.prompt_lookup(torch.tensor([1, 2, 1])) == [[2, 1]]
+
+
+def test_a_chain_on_two_devices_is_refused():
+    tokens, log_probs = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, device="meta")
+    with pytest.raises(ValueError, match="^log_probs: expected a tensor on cpu, got one on meta"):
+        e2.candidates_from_chain(tokens, log_probs)
+    with pytest.raises(ValueError, match="^lengths: expected a tensor on cpu, got one on meta"):
+        e2.candidates_from_chain(tokens, lengths=torch.ones(1, dtype=torch.int32, device="meta"))
 
 
 @pytest.mark.parametrize("scored", [False, True], ids=["places", "log_probs"])
@@ -297,7 +332,7 @@ def test_wrong_bounds_of_prompt_lookup_are_named(change, message):
         (
             lambda: e2.prompt_lookup([[5, 6], [7]]),
             TypeError,
-            "token_ids: expected the ids of one request",
+            "token_ids: expected a sequence of integers",
         ),
     ],
     ids=[
