@@ -30,7 +30,7 @@ def call(op: Callable[..., Any], check: Callable[..., None], validate: bool, *ar
         raise
 
 
-def refuse_grad(**tensors: Tensor | None) -> None:
+def refuse_grad(**tensors: Tensor | float | None) -> None:
     """Raise in grad mode for the first argument that requires grad: no op has a backward."""
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
@@ -95,7 +95,9 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> None
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"{low} to {high}"
+        # Where only the width of integers bounds a number, a small one is told of the other end.
+        open_ended = high is None or (value < low and high >= 2**30 - 1)
+        wanted = f"at least {low}" if open_ended else f"{low} to {high}"
         raise ValueError(f"{name}: expected {wanted}, got {value}")
 
 
@@ -103,8 +105,8 @@ def same_device(**tensors: Tensor | None) -> None:
     """All tensors given lie on the device of the first."""
     device = None
     for name, value in tensors.items():
-        if value is None:
-            continue
+        if not isinstance(value, Tensor):
+            continue  # absent, or refused by the check of its type
         if device is None:
             device = value.device
         elif value.device != device:

@@ -114,7 +114,16 @@ def tree_attention(
     Flash-Decoding for the chunked softmax, StreamingLLM (arXiv 2309.17453) for sinks.
     """
     if torch.is_grad_enabled():
-        _checks.refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, out=out)
+        _checks.refuse_grad(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+            lse=lse,
+        )
     given = (
         q,
         k_cache,
@@ -179,7 +188,7 @@ def tree_attention(
         if lse is not None:
             options["lse"] = lse
         _attend(q, k_cache, v_cache, prefix_lens, tree_mask, out=result, **options)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         _check(*given, values=False)
         raise
     if return_lse and lse is not None:
@@ -333,7 +342,7 @@ def _check(
     if max_q is not None:
         if not ragged:
             raise ValueError(f"qo_indptr: expected a tensor beside max_q = {max_q}, got None")
-        _checks.integer("max_q", max_q, 0)
+        _checks.integer("max_q", max_q, 0, 2**63 - 1)
     if qo_indptr is not None:
         _checks.tensor("qo_indptr", qo_indptr, torch.int32, (None,), "[B + 1]")
         if qo_indptr.shape[0] < 1:
@@ -354,7 +363,7 @@ def _check(
         _checks.scale(name, scale, values)
     _checks.tensor("prefix_lens", prefix_lens, torch.int32, (b,), "[B]")
     if tree_len is not None:
-        _checks.integer("tree_len", tree_len, 0)
+        _checks.integer("tree_len", tree_len, 0, 2**31 - 1)
     most = n if max_q is None else max_q
     length = tree_len if tree_len is not None else most if ragged else n
     if not ragged and 0 < length < n:
@@ -370,15 +379,15 @@ def _check(
         else:
             _checks.tensor("depths", depths, torch.int32, (b, length), "[B, tree_len]")
     if max_prefix_len is not None:
-        _checks.integer("max_prefix_len", max_prefix_len, 0)
+        _checks.integer("max_prefix_len", max_prefix_len, 0, 2**63 - 1)
     if window is not None:
-        _checks.integer("window", window, 1)
+        _checks.integer("window", window, 1, 2**63 - 1)
         if tree_len == 0 or (length == 0 and not ragged):
             raise ValueError("window: expected tree_len > 0, else the queries have no position")
         if tree_mask is not None and depths is None:
             raise ValueError("depths: expected an int32 tensor with window and tree_mask, got None")
     for name, number in (("sm_scale", sm_scale), ("softcap", softcap)):
-        if number is not None and not isinstance(number, (int, float)):
+        if not isinstance(number, (int, float)) and not (name == "sm_scale" and number is None):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap: expected 0 (off) or a positive number, got {softcap}")

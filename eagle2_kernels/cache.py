@@ -6,7 +6,7 @@ accepted path. Both work on dense and paged caches of any dtype, and neither cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,9 @@ def write_kv(
     Source: vLLM's ``reshape_and_cache`` (arXiv 2309.06180), by position instead of slot mapping.
     """
     if torch.is_grad_enabled():
-        _checks.refuse_grad(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+        _checks.refuse_grad(
+            k_cache=k_cache, v_cache=v_cache, k=k, v=v, k_scale=k_scale, v_scale=v_scale
+        )
     args = (k_cache, v_cache, k, v, prefix_lens, lengths, page_table)
     scales = {}
     if k_scale is not None:
@@ -124,8 +126,10 @@ def compact_kv(
 
     Source: the KV rearrangement of SpecInfer (arXiv 2305.09781) and EAGLE (arXiv 2401.15077).
     """
-    if isinstance(kv_caches, Tensor):
-        raise TypeError("kv_caches: expected a list of tensors, got one tensor")
+    if isinstance(kv_caches, Tensor) or not isinstance(kv_caches, Iterable):
+        raise TypeError(
+            f"kv_caches: expected a list of tensors, got one {type(kv_caches).__name__}"
+        )
     caches = list(kv_caches)
     if torch.is_grad_enabled():
         for i, cache in enumerate(caches):

@@ -79,7 +79,7 @@ def _check_expand_topk(
     if p < 1 or v < 1:
         raise ValueError(f"logits: expected P and V of at least 1, got shape {tuple(logits.shape)}")
     _checks.tensor("beam_scores", beam_scores, torch.float32, (b, p), "[B, P]")
-    _checks.integer("top_k", top_k, 1)
+    _checks.integer("top_k", top_k, 1, 2**31 - 1)
     if draft_to_target is not None:
         _checks.tensor("draft_to_target", draft_to_target, torch.int64, (v,), "[V]")
     _checks.same_device(logits=logits, beam_scores=beam_scores, draft_to_target=draft_to_target)
@@ -152,7 +152,7 @@ def _check_extend_draft_tree(
     _checks.tensor("beam", beam, torch.int64, (b, k), "[B, K]")
     _checks.tensor("candidate_parents", candidate_parents, torch.int32, (b, None), "[B, M]")
     _checks.written(candidate_parents=candidate_parents)
-    _checks.integer("level", level, 0)
+    _checks.integer("level", level, 0, 2**63 - 1)
     _checks.same_device(candidate_parents=candidate_parents, draft_mask=draft_mask, beam=beam)
     needed, m = k + level * k * k, candidate_parents.shape[1]
     if m < needed:

@@ -104,7 +104,7 @@ def _check_build_tree(
     m = candidate_tokens.shape[1]
     _checks.tensor("candidate_scores", candidate_scores, torch.float32, (b, m), "[B, M]")
     _checks.tensor("candidate_parents", candidate_parents, torch.int32, (b, m), "[B, M]")
-    _checks.integer("max_nodes", max_nodes, 1)
+    _checks.integer("max_nodes", max_nodes, 1, 2**30 - 1)
     if limits is not None:
         _checks.tensor("limits", limits, torch.int32, (b, 2), "[B, 2]")
     _checks.same_device(
@@ -226,7 +226,7 @@ def _check_build_tree_from_marginals(
     _checks.tensor("tokens", tokens, torch.int64, (b, None, None), "[B, D, K]")
     shape = tuple(tokens.shape)
     _checks.tensor("log_probs", log_probs, torch.float32, shape, "[B, D, K]")
-    _checks.integer("max_nodes", max_nodes, 1)
+    _checks.integer("max_nodes", max_nodes, 1, 2**30 - 1)
     if limits is not None:
         _checks.tensor("limits", limits, torch.int32, (b, 2), "[B, 2]")
     _checks.same_device(
@@ -348,7 +348,7 @@ def _check_retrieve_indices(
     parents: Tensor, num_nodes: Tensor, max_depth: int, *, values: bool
 ) -> None:
     _checks.parents(parents, num_nodes, values=values)
-    _checks.integer("max_depth", max_depth, 0)
+    _checks.integer("max_depth", max_depth, 0, 2**31 - 2)
 
 
 def pack_tree_mask(mask: Tensor, *, validate: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .logits import mark_tokens
+from .logits import SMALLEST, mark_tokens
 
 __all__ = ["Batch", "Generation", "Generations", "SamplingParams", "Stats", "TextStream"]
 
@@ -82,7 +82,7 @@ class SamplingParams:
         ):
             raise ValueError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
         largest = torch.finfo(torch.float32).max
-        if not (0 < self.repetition_penalty <= largest):
+        if not (SMALLEST <= self.repetition_penalty <= largest):
             raise ValueError(
                 "repetition_penalty: expected a finite float32 value > 0, got "
                 f"{self.repetition_penalty}"

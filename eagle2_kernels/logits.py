@@ -20,6 +20,9 @@ _count_tokens = _ops.count_tokens.default
 _mark_tokens = _ops.mark_tokens.default
 _token_logprobs = _ops.token_logprobs.default
 
+SMALLEST = 2.0**-149
+"""The smallest repetition penalty: smaller ones are 0 in float32, and divide by it."""
+
 
 def process_logits(
     logits: Tensor,
@@ -97,7 +100,13 @@ def process_logits(
     (docs.vllm.ai/en/v0.22.1/api/vllm/v1/sample/sampler) and of transformers'
     `GenerationMixin._get_logits_processor`.
     """
-    _checks.refuse_grad(logits=logits)
+    _checks.refuse_grad(
+        logits=logits,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        bias_values=bias_values,
+    )
     _checks.call(
         _call_process_logits,
         _check_process_logits,
@@ -150,12 +159,13 @@ def _per_request(
     """A host number as a [B] tensor; None where it switches the penalty off."""
     if not isinstance(value, (int, float)) or not isinstance(logits, Tensor):
         return value  # type: ignore[return-value]
-    low = 0.0 if name == "repetition_penalty" else -math.inf
-    if not low < value < math.inf:
-        raise ValueError(f"{name}: expected a value between {low} and inf, got {value}")
+    largest = torch.finfo(torch.float32).max
+    low = SMALLEST if name == "repetition_penalty" else -largest
+    if not low <= value <= largest:
+        raise ValueError(f"{name}: expected a float32 value from {low} to {largest}, got {value}")
     if value == off:
         return None
-    return torch.full(logits.shape[:1], value, dtype=torch.float32, device=logits.device)
+    return torch.full(logits.shape[:1], float(value), dtype=torch.float32, device=logits.device)
 
 
 def _check_process_logits(
@@ -231,7 +241,7 @@ def _check_process_logits(
     largest = torch.finfo(torch.float32).max
     for name, penalty in penalties.items():
         if penalty is not None:
-            low = 2.0**-149 if name == "repetition_penalty" else -largest
+            low = SMALLEST if name == "repetition_penalty" else -largest
             _checks.values_in(name, penalty, low, largest)
     if bias_tokens is not None and bias_values is not None:
         _checks.values_in("bias_tokens", bias_tokens, -1, v - 1)

@@ -11,6 +11,7 @@ shares no memory with another argument unless the wrapper says that it may.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -505,14 +506,36 @@ def _raiser(message: str) -> Callable[..., None]:
     return run
 
 
+def _on_one_device(name: str, fake: Callable[..., object]) -> Callable[..., object]:
+    """A fake kernel that refuses tensors of several devices.
+
+    PyTorch sends a call with one meta tensor among others here: the caller would get memory that
+    nobody wrote.
+    """
+
+    @functools.wraps(fake)
+    def run(*args, **kwargs) -> object:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        devices = sorted({str(x.device) for x in leaves if isinstance(x, Tensor)})
+        if len(devices) > 1:
+            raise RuntimeError(
+                f"{NAMESPACE}::{name}: expected tensors on one device, got {' and '.join(devices)}"
+            )
+        return fake(*args, **kwargs)
+
+    return run
+
+
 def _define() -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     for op in OPS:
         _library.define(op.schema, tags=tags)
-        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=_library)
+        fake = _on_one_device(op.name, op.fake)
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
         if op.out_schema is not None:
             _library.define(op.out_schema, tags=tags)
-            torch.library.register_fake(f"{NAMESPACE}::{op.name}_out", _nothing, lib=_library)
+            fake = _on_one_device(f"{op.name}_out", _nothing)
+            torch.library.register_fake(f"{NAMESPACE}::{op.name}_out", fake, lib=_library)
 
 
 def use_reference(keys: tuple[str, ...] = ("CPU", "CUDA")) -> None:

@@ -66,7 +66,7 @@ def sample_tokens(
     Source: the Gumbel-max trick; filters in the order Hugging Face transformers applies them; the
     generator is Philox of Salmon et al., SC 2011.
     """
-    _checks.refuse_grad(logits=logits)
+    _checks.refuse_grad(logits=logits, temperature=temperature, top_p=top_p, min_p=min_p)
     temperature, top_k, top_p, min_p = _filters(logits, temperature, top_k, top_p, min_p)
     return _checks.call(
         _call_sample_tokens,
@@ -131,7 +131,8 @@ def _per_request(
         raise ValueError(f"{name}: expected a value from {low} to {high}, got {value}")
     if value == off:
         return None
-    return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
+    number = value if dtype is torch.int32 else float(value)
+    return torch.full(logits.shape[:1], number, dtype=dtype, device=logits.device)
 
 
 def _seeds(logits: Tensor, seeds: Tensor | int) -> Tensor:
@@ -292,7 +293,7 @@ def _check_links(
     _checks.tensor("draft_tokens", draft_tokens, torch.int64, (b, n), "[B, N]")
     _checks.tensor("first_child", first_child, torch.int32, (b, n), "[B, N]")
     _checks.tensor("next_sibling", next_sibling, torch.int32, (b, n), "[B, N]")
-    _checks.integer("max_depth", max_depth, 0)
+    _checks.integer("max_depth", max_depth, 0, 2**31 - 2)
     if num_nodes is not None:
         _checks.tensor("num_nodes", num_nodes, torch.int32, (b,), "[B]")
     _checks.same_device(
@@ -408,7 +409,7 @@ def sample_and_verify(
 
     Source: see `sample_tokens` and `verify_tree`.
     """
-    _checks.refuse_grad(logits=logits)
+    _checks.refuse_grad(logits=logits, temperature=temperature, top_p=top_p, min_p=min_p)
     temperature, top_k, top_p, min_p = _filters(logits, temperature, top_k, top_p, min_p)
     return _checks.call(
         _call_sample_and_verify,
@@ -532,7 +533,7 @@ def verify_tree_coins(
     given tree, of the greatest acceptance (see `verify_tree`). Slots of coins as in SGLang's
     target-only tree sampling.
     """
-    _checks.refuse_grad(target_probs=target_probs)
+    _checks.refuse_grad(target_probs=target_probs, coins=coins, final_coins=final_coins)
     return _checks.call(
         _verify_tree_coins,
         _check_verify_tree_coins,
@@ -633,9 +634,17 @@ def expected_accept_length(
     """
     _check_target_probs(target_probs)
     b, n, v = target_probs.shape
+    if not isinstance(tree, DraftTree):
+        raise TypeError(f"tree: expected a DraftTree, got {type(tree).__name__}")
     _checks.tensor("tree.draft_tokens", tree.draft_tokens, torch.int64, (b, n), "[B, N]")
     _checks.tensor("tree.parents", tree.parents, torch.int32, (b, n), "[B, N]")
     _checks.tensor("tree.num_nodes", tree.num_nodes, torch.int32, (b,), "[B]")
+    _checks.same_device(
+        target_probs=target_probs,
+        **{
+            f"tree.{name}": getattr(tree, name) for name in ("draft_tokens", "parents", "num_nodes")
+        },
+    )
     live = _live_slots(target_probs, tree.num_nodes)
     if validate or _checks.VALIDATE:
         check_tree(tree)

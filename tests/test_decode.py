@@ -684,6 +684,7 @@ def test_both_models_from_directories(which, request, tmp_path):
         ({"seed": 1.5}, "seed"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty"),  # 0 in float32
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
         ({"presence_penalty": 1e39}, "presence_penalty"),

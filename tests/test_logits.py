@@ -565,7 +565,13 @@ MARK = {"mask": i32([[0]] * 2), "tokens": torch.zeros(2, 3).long()}
         ("process_logits", TREE, {"parents": torch.zeros(2, 3).long()}, TypeError, "parents: .*32"),
         ("process_logits", TREE, {"draft_tokens": i32([[0] * 3] * 2)}, TypeError, "draft_tokens"),
         ("process_logits", TREE, {"num_nodes": i32([1])}, ValueError, r"num_nodes: .*\(2\)"),
-        ("process_logits", TREE, {"repetition_penalty": 0.0}, ValueError, "between 0.0 and inf"),
+        (
+            "process_logits",
+            TREE,
+            {"repetition_penalty": 0.0},
+            ValueError,
+            "expected a float32 value from 1.4",
+        ),
         ("process_logits", TREE, {"repetition_penalty": NAN}, ValueError, "got nan"),
         ("process_logits", TREE, {"presence_penalty": INF}, ValueError, "presence_penalty: .*inf"),
         ("process_logits", TREE, {"frequency_penalty": "1"}, TypeError, "frequency_penalty: .*str"),
@@ -680,6 +686,20 @@ def test_validation_names_the_bad_value(function, base, change, message, monkeyp
     monkeypatch.setattr(_checks, "VALIDATE", True)
     with pytest.raises(ValueError, match=message):
         call(base | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 1e-46),  # 0 in float32
+        ("repetition_penalty", 1e39),
+        ("frequency_penalty", 1e39),
+        ("presence_penalty", -1e39),
+    ],
+)
+def test_numbers_that_float32_does_not_have_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"^{name}: expected a float32 value from"):
+        e2.process_logits(**TREE, output_counts=i32([[0] * 40] * 2), **{name: value})
 
 
 def test_logits_that_require_grad_are_refused():

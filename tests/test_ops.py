@@ -288,6 +288,62 @@ def test_every_wrapper_validates_on_request(name):
     assert validate.default is False and validate.kind is validate.KEYWORD_ONLY
 
 
+def wrapper_example(name):
+    """The public wrapper of a row, and its arguments by keyword."""
+    args, kwargs = example(name)
+    names = [argument.name for argument in overload(name)._schema.arguments]
+    wrapper = getattr(eagle2_kernels, name.removesuffix("_out"))
+    return wrapper, dict(zip(names, args, strict=False)) | kwargs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_tensor_or_number_is_named(name):
+    wrapper, values = wrapper_example(name)
+    for argument, value in values.items():
+        for strange in (object(), "1") + ((2**80,) if isinstance(value, int) else ()):
+            with pytest.raises((TypeError, ValueError), match=rf"^{argument}(\[0\])?: expected"):
+                wrapper(**(values | {argument: strange}))
+
+
+def tensors(name):
+    return {k: v for k, v in wrapper_example(name)[1].items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if len(tensors(name)) > 1])
+def test_a_meta_tensor_among_others_is_refused(name):
+    """PyTorch runs the fake kernel then: outputs that nobody wrote, or nothing done in place."""
+    wrapper, values = wrapper_example(name)
+    for argument, value in tensors(name).items():
+        mixed = values | {argument: value.to("meta")}
+        with pytest.raises(RuntimeError, match="expected tensors on one device, got cpu and meta"):
+            overload(name)(**mixed)
+        with pytest.raises(ValueError, match="expected a tensor on (cpu|meta), got one on"):
+            wrapper(**mixed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_that_requires_grad_is_named(name):
+    for argument, value in tensors(name).items():
+        if not value.is_floating_point():
+            continue
+        wrapper, values = wrapper_example(name)
+        values[argument].requires_grad_()
+        with pytest.raises(ValueError, match=f"^{argument}: .* does not require grad"):
+            wrapper(**values)
+        with torch.no_grad():
+            wrapper(**values)
+
+
+def test_outputs_too_large_for_any_memory_are_named():
+    parents, counts = i32([[-1, 0]]), i32([2])
+    call = torch.ops.eagle2_kernels.retrieve_indices
+    with pytest.raises(RuntimeError, match=r"output of shape \[1, 2, 1099511627777\]"):
+        call(parents, counts, 2**40)
+    for max_depth in (2**40, 2**63 - 1, 2**63):
+        with pytest.raises(ValueError, match="^max_depth: expected 0 to 2147483646, got"):
+            eagle2_kernels.retrieve_indices(parents, counts, max_depth)
+
+
 def test_a_device_without_kernels_says_so():
     for op in OPS:
         if op.triton is None and not ops.has_kernel(op.name, "CUDA"):

@@ -327,6 +327,12 @@ def test_expected_length_has_the_gradient_of_its_formula():
         ({"target_probs": torch.zeros(3, 2)}, ValueError, r"target_probs: .*\[B, N, V\]"),
         ({"target_probs": torch.zeros(1, 3, 0)}, ValueError, "V of at least 1"),
         ({"target_probs": torch.zeros(1, 4, 2)}, ValueError, "tree.draft_tokens: expected shape"),
+        ({"tree": None}, TypeError, "tree: expected a DraftTree, got NoneType"),
+        (
+            {"target_probs": torch.zeros(1, 3, 2, device="meta")},
+            ValueError,
+            "tree.draft_tokens: expected a tensor on meta, got one on cpu",
+        ),
         ({"target_probs": torch.full((1, 3, 2), 0.4), "validate": True}, ValueError, "sums to 1"),
         (
             {"tree": draft_tree([[-1, 0, 0]], [[0, 1, 1]]), "validate": True},
@@ -334,7 +340,7 @@ def test_expected_length_has_the_gradient_of_its_formula():
             "repeat a token",
         ),
     ],
-    ids=["dtype", "rank", "vocabulary", "slots", "rows", "siblings"],
+    ids=["dtype", "rank", "vocabulary", "slots", "no_tree", "device", "rows", "siblings"],
 )
 def test_expected_length_names_wrong_arguments(change, error, message):
     right = {

@@ -86,8 +86,12 @@ inline Tensor allocate(const int64_t* shape, int64_t rank, int32_t dtype) {
     step *= std::max<int64_t>(shape[i], 1);
   }
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, shape, strides, dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  if (aoti_torch_empty_strided(rank, shape, strides, dtype, aoti_torch_device_type_cpu(), 0,
+                               &handle) != AOTI_TORCH_SUCCESS) {
+    std::ostringstream sizes;
+    for (int64_t i = 0; i < rank; ++i) sizes << (i > 0 ? ", " : "") << shape[i];
+    fail("expected memory for an output of shape [", sizes.str(), "], got none");
+  }
   return Tensor(handle);
 }
 
