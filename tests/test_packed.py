@@ -1,5 +1,7 @@
 """Linear layers from packed weights: the model's own values, and the model left as it was."""
 
+import threading
+
 import pytest
 import tiny_models
 import torch
@@ -54,6 +56,23 @@ def test_only_the_block_runs_packed():
     with pytest.raises(ZeroDivisionError), packed:
         raise ZeroDivisionError
     assert not any("forward" in vars(m) for m in net.modules())
+
+
+def test_threads_take_turns_at_the_block():
+    """The first to leave would take away the second's layers, or leave some behind."""
+    net = Net()
+    packed, entered = PackedLinears(net), threading.Event()
+
+    def run():
+        with packed:
+            entered.set()
+
+    second = threading.Thread(target=run)
+    with packed:
+        second.start()
+        assert entered.wait(0.2) == (not HAS_BF16)
+    second.join()
+    assert entered.is_set() and "forward" not in vars(net.up) | vars(net.down)
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "data", "new bias"])

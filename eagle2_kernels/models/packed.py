@@ -7,14 +7,17 @@ as much as the product. Here the reordered copy is kept beside the weight.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinears", "can_pack", "pack_linear"]
+__all__ = ["PackedLinears", "can_pack", "one_at_a_time", "pack_linear"]
 
 # Rows the layout is chosen for; any number of rows may follow.
 _ROWS = 16
@@ -43,6 +46,19 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     return linear
 
 
+# Not in the objects themselves: a lock can be neither copied nor pickled.
+_locks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_lock_of_locks = threading.Lock()
+
+
+def one_at_a_time(owner: object) -> AbstractContextManager[Any]:
+    """Held by one thread at a time, for whoever changes ``owner`` for the length of a call."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    with _lock_of_locks:
+        return _locks.setdefault(owner, threading.RLock())
+
+
 class PackedLinears:
     """The linear layers under ``roots``, running from packed weights inside the ``with`` block.
 
@@ -54,8 +70,8 @@ class PackedLinears:
 
     Outside the block the model is what it was. A layer whose weight was changed, moved or replaced
     since (or that carries a forward of its own: hooks of accelerate, quantised layers) is left
-    alone; writing into weights made under ``torch.inference_mode()`` goes unnoticed. Not for two
-    threads at once on one model, and not for autograd.
+    alone; writing into weights made under ``torch.inference_mode()`` goes unnoticed. Threads wait
+    for each other at the block. Not for autograd.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -81,6 +97,8 @@ class PackedLinears:
         return sum(layer.weight.nbytes for layer in self._layers)
 
     def __enter__(self) -> PackedLinears:
+        if self._layers:
+            one_at_a_time(self).__enter__()
         for layer in self._layers:
             if layer.is_current():
                 own = layer.module.__dict__
@@ -97,6 +115,8 @@ class PackedLinears:
         for own in self._active:
             own.pop("forward", None)
         self._active.clear()
+        if self._layers:
+            one_at_a_time(self).__exit__(kind, error, traceback)
 
 
 class _Packed:

@@ -10,10 +10,7 @@ implementation is what it was whenever no forward of ours is running.
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import tree_attention
 from ..cache import write_kv
-from .packed import PackedLinears, pack_linear
+from .packed import PackedLinears, one_at_a_time, pack_linear
 
 __all__ = ["SlotCache", "TargetModel", "load_target_model"]
 
@@ -136,19 +133,6 @@ def _tree_attention_function(
     return out, None
 
 
-# Not in the model nor in `TargetModel`: a lock can be neither copied nor pickled.
-_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-_lock_of_locks = threading.Lock()
-
-
-def _one_at_a_time(model: nn.Module) -> AbstractContextManager[Any]:
-    """For as long as it is held, no other thread changes the model's attention or hooks."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    with _lock_of_locks:
-        return _locks.setdefault(model, threading.RLock())
-
-
 class TargetModel:
     """A Hugging Face causal LM that decodes trees.
 
@@ -195,7 +179,7 @@ class TargetModel:
         self._lm_head: Any = model.get_output_embeddings()
         if self._lm_head is None:
             raise ValueError(f"hf_model: expected a model with an lm_head, {self._name} has none")
-        with _one_at_a_time(hf_model):
+        with one_at_a_time(hf_model):
             self._layers, self._configs = self._probe()
         self._blocks = _find_blocks(self._base, [layer.module for layer in self._layers])
         self._finish_logits = self._probe_logits()
@@ -276,7 +260,7 @@ class TargetModel:
             [B, N, H], rows of padding unspecified.
         """
         call = _Call(self._layers, cache, prefix_lens, tree_mask, depths, lengths)
-        with _one_at_a_time(self.hf_model):
+        with one_at_a_time(self.hf_model):
             before = [config._attn_implementation_internal for config in self._configs]
             for config in self._configs:
                 config._attn_implementation_internal = _ATTENTION
@@ -315,7 +299,7 @@ class TargetModel:
 
             return keep
 
-        with _one_at_a_time(self.hf_model):
+        with one_at_a_time(self.hf_model):
             handles = [self._blocks[i].register_forward_hook(hook(i)) for i in taps]
             try:
                 features = self.forward(*args, **kwargs)
@@ -326,7 +310,7 @@ class TargetModel:
 
     def logits(self, features: Tensor) -> Tensor:
         """The model's logits [.., V] of features [.., H]."""
-        with _one_at_a_time(self.hf_model), self._packed_head:
+        with one_at_a_time(self.hf_model), self._packed_head:
             out = self._lm_head(features)
         return out if self._finish_logits is None else self._finish_logits(out)
 
