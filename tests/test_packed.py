@@ -1,5 +1,7 @@
 """Linear layers from packed weights: the model's own values, and the model left as it was."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -56,6 +58,22 @@ def test_only_the_block_runs_packed():
     with pytest.raises(ZeroDivisionError), packed:
         raise ZeroDivisionError
     assert not any("forward" in vars(m) for m in net.modules())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_packed_decoder_can_be_copied_and_its_copy_changed(copied):
+    model = tiny_models.tiny_model(dtype=torch.bfloat16, tie_word_embeddings=False)
+    head = tiny_models.tiny_head(model)
+    decoder = EagleDecoder(TargetModel(model, pack_weights=True), head.pack_weights())
+    tokens = decoder.generate([5, 6, 7], max_new_tokens=4).token_ids
+    twin = copied(decoder)
+    assert twin.generate([5, 6, 7], max_new_tokens=4).token_ids == tokens
+    x = torch.randn(1, 3, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for each in (twin.head, decoder.head):
+            before = each.logits(x)
+            each.lm_head_weight.mul_(2)
+            torch.testing.assert_close(each.logits(x), 2 * before)
 
 
 def test_threads_take_turns_at_the_block():

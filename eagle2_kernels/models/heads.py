@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _checks
-from .packed import PackedLinears, can_pack, pack_linear
+from .packed import PackedLinears, can_pack, pack_linear, weight_state
 
 __all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
 
@@ -196,7 +196,13 @@ class EagleHead(nn.Module):
         self.embed_scale = 1.0
         self.own_embedding = False
         self.packed = PackedLinears()
-        self._packed_lm_head: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
+        self._packed_lm_head: tuple[Tensor, tuple[int, ...], Callable[[Tensor], Tensor]] | None = (
+            None
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not packed, see PackedLinears.
+        return self.__dict__ | {"_packed_lm_head": None}
 
     def _widths(self) -> tuple[int, int]:
         """Inputs of fc, and of q, k and v."""
@@ -312,9 +318,10 @@ class EagleHead(nn.Module):
         Call it after `bind`, which brings another lm_head. See `PackedLinears`.
         """
         self.packed = PackedLinears(self)
-        weight = self._logits_weight()
+        weight, bias = self._logits_weight(), self.lm_head_bias
         if can_pack(weight):
-            self._packed_lm_head = weight, pack_linear(weight.detach(), self.lm_head_bias)
+            state, linear = weight_state(weight, bias), pack_linear(weight.detach(), bias)
+            self._packed_lm_head = weight, state, linear
         return self
 
     def target_problems(self, model: nn.Module) -> list[str]:
@@ -434,8 +441,13 @@ class EagleHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """`lm_head(g)`: hidden [..., H] -> [..., Vd] (draft ids; V without draft vocabulary)."""
         w, packed = self._logits_weight(), self._packed_lm_head
-        if packed is not None and packed[0] is w and not torch.is_grad_enabled():
-            out = packed[1](hidden.to(w.dtype))
+        if (
+            packed is not None
+            and not torch.is_grad_enabled()
+            and packed[0] is w
+            and packed[1] == weight_state(w, self.lm_head_bias)
+        ):
+            out = packed[2](hidden.to(w.dtype))
         else:
             out = F.linear(hidden.to(w.dtype), w, self.lm_head_bias)
         cap = self.config.final_logit_softcapping

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinears", "can_pack", "one_at_a_time", "pack_linear"]
+__all__ = ["PackedLinears", "can_pack", "one_at_a_time", "pack_linear", "weight_state"]
 
 # Rows the layout is chosen for; any number of rows may follow.
 _ROWS = 16
@@ -83,6 +83,10 @@ class PackedLinears:
         ]
         self._active: list[dict[str, Any]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has weights of its own, and oneDNN's layout can be neither pickled nor copied.
+        return {"_layers": [], "_active": []}
+
     def __len__(self) -> int:
         """Layers that were packed."""
         return len(self._layers)
@@ -130,10 +134,7 @@ class _Packed:
         self.linear = pack_linear(self.weight.detach(), bias)
 
     def _state(self) -> tuple[int, ...]:
-        w, b = self.weight, self.bias
-        if b is None:
-            return _version(w), w.data_ptr()
-        return _version(w), w.data_ptr(), _version(b), b.data_ptr()
+        return weight_state(self.weight, self.bias)
 
     def is_current(self) -> bool:
         # straight from the dictionaries: this runs for every layer of every forward
@@ -145,6 +146,13 @@ class _Packed:
             and "forward" not in own
             and self._state() == self._seen
         )
+
+
+def weight_state(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """What changes when a linear layer's weights are written or replaced."""
+    if bias is None:
+        return _version(weight), weight.data_ptr()
+    return _version(weight), weight.data_ptr(), _version(bias), bias.data_ptr()
 
 
 def _version(tensor: Tensor) -> int:
