@@ -898,11 +898,14 @@ EAGLE2_HD int64_t draw_token(const Team& team, const Mass& mass, int64_t vocab, 
   for (int64_t i = team.rank(); i < chunks * kDrawLanes; i += team.size()) {
     const int64_t first = i / kDrawLanes * kDrawChunk + i % kDrawLanes;
     double sum = 0;
+    if (first + kDrawChunk - kDrawLanes < vocab) {
+      // Nothing to check per token, so that a GPU has many loads under way.
 #if defined(__CUDA_ARCH__)
 #pragma unroll 16
 #endif
-    for (int64_t token = first; token < first + kDrawChunk; token += kDrawLanes) {
-      sum += token < vocab ? mass(token) : 0;
+      for (int64_t j = 0; j < kDrawLanes; ++j) sum += mass(first + j * kDrawLanes);
+    } else {
+      for (int64_t token = first; token < vocab; token += kDrawLanes) sum += mass(token);
     }
     s.sums[i] = sum;
   }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "../address.h"
@@ -209,22 +210,25 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index
   parallel_for(
       static_cast<int64_t>(caches.size()) * batch, grain_of(bytes),
       [&](int64_t begin, int64_t end) {
-        std::vector<char> staged(static_cast<size_t>(bytes));
+        const std::unique_ptr<char[]> staged(new char[static_cast<size_t>(bytes)]);
         std::vector<char*> rows(2 * static_cast<size_t>(index.size[1]));
         int32_t shared = 0;
-        const MoveScratch scratch{rows.data(), rows.data() + index.size[1], &shared, staged.data()};
+        const MoveScratch scratch{rows.data(), rows.data() + index.size[1], &shared, staged.get()};
         for (int64_t task = begin; task < end; ++task) {
           const Rows& cache = caches[task / batch];
           const int64_t b = task % batch;
-          if (cache.size[2] * cache.row == 0) continue;
-          const RowUnits units{0, static_cast<int32_t>(cache.size[2]), 1,
-                               static_cast<int32_t>(cache.row), cache.stride[2]};
+          const int64_t row = cache.size[2] * cache.row;
+          if (row == 0) continue;
+          // Heads that lie one behind the other move as one.
+          const bool whole = cache.stride[2] == cache.row && row <= INT32_MAX;
+          const RowUnits units{0, whole ? 1 : static_cast<int32_t>(cache.size[2]), 1,
+                               static_cast<int32_t>(whole ? row : cache.row), cache.stride[2]};
           const Places places(cache, "kv_caches", batch, table, page_table.has_value());
           const AcceptedPath path{index.data + index.offset(b), index.stride[1],
                                   std::min<int64_t>(int64_t{accepted(b)} + 1, index.size[1]),
                                   lens(b)};
-          const auto copy = [&cache](const char* from, char* to) {
-            std::memcpy(to, from, cache.row);
+          const auto copy = [&units](const char* from, char* to) {
+            std::memcpy(to, from, units.unit_bytes);
           };
           move_path(
               SoloTeam{}, path, units, [&](int64_t position) { return places.at(b, position); },

@@ -90,7 +90,7 @@ int64_t coin_scratch_bytes(int64_t slots, int64_t vocab) {
 // + 12 bytes and passes V / 4 bytes of lane sums and V / 8 of excluded tokens through scratch. The
 // loads of a row are what it waits for, so a block is as large as blocks get.
 template <typename T>
-__global__ void __launch_bounds__(1024) verify_tree_coins_kernel(CoinArgs args) {
+__global__ void __launch_bounds__(1024, 1) verify_tree_coins_kernel(CoinArgs args) {
   __shared__ double shared[2];
   __shared__ int64_t found[2];
   const Links& links = args.links;
