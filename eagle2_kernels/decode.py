@@ -555,7 +555,19 @@ class EagleDecoder:
     def _take_caches(self, batch: int, capacity: int) -> tuple[SlotCache, DraftCache]:
         """The idle caches when they are large enough, else new ones (they grow between calls)."""
         idle, self._idle = self._idle, None
-        if idle is not None and idle[0].batch >= batch and idle[0].capacity >= capacity:
+        if (
+            idle is not None
+            and idle[0].batch >= batch
+            and idle[0].capacity >= capacity
+            # The models may have been moved or converted since.
+            and all(
+                (cache.dtype, cache.device) == (model.dtype, model.device)
+                for cache, model in (
+                    (idle[0].tensors[0], self.target),
+                    (idle[1].k, self.head.fc.weight),
+                )
+            )
+        ):
             return idle
         capacity = math.ceil(capacity / 256) * 256
         return (

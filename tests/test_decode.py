@@ -975,3 +975,11 @@ def test_public_names():
     assert ek.EagleDecoder is EagleDecoder
     assert ek.TreeConfig is TreeConfig
     assert ek.SamplingParams is SamplingParams
+
+
+def test_models_converted_between_calls_get_new_caches():
+    decoder = copycat_decoder(0.5)
+    tokens = decoder.generate([5, 6, 7], max_new_tokens=6).token_ids
+    decoder.target.hf_model.float()
+    decoder.head.float()
+    assert decoder.generate([5, 6, 7], max_new_tokens=6).token_ids == tokens
