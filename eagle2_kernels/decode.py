@@ -264,8 +264,11 @@ class EagleDecoder:
         eos_token_ids: Sequence[int] | None = None,
         config: TreeConfig | None = None,
         plain: bool = False,
+        token_ids: bool = False,
     ) -> Iterator[Any]:
         """Yield each step's new text (token ids without a tokenizer); arguments of `generate`.
+
+        ``token_ids`` asks for ids in any case; it excludes ``stop``.
 
         One prompt yields pieces, a list of prompts yields a list of pieces per step. A character
         whose bytes are not complete, and text that may turn out to begin a stop string, waits for a
@@ -274,7 +277,9 @@ class EagleDecoder:
         """
         config = self._tree_config(config)
         _refuse_logprobs(sampling, "stream")
-        follow = self.tokenizer is not None
+        if token_ids and stop:
+            raise ValueError("token_ids: expected no stop strings, which are looked for in text")
+        follow = self.tokenizer is not None and not token_ids
         batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, False, follow)
         steps = self._plain_steps(batch, 1) if plain else self._tree_steps(batch, config)
         return _pieces(batch, steps)

@@ -590,6 +590,14 @@ def test_a_streams_pieces_are_the_text(speaker):
     assert "".join(p[1] for p in both) == speaker.generate("K", **settings).text
 
 
+def test_a_stream_of_token_ids_needs_no_text(speaker):
+    pieces = list(speaker.stream([[3, 4], [5]], max_new_tokens=12, token_ids=True))
+    whole = speaker.generate([[3, 4], [5]], max_new_tokens=12)
+    assert [[t for p in pieces for t in p[r]] for r in (0, 1)] == whole.token_ids
+    with pytest.raises(ValueError, match="token_ids: expected no stop strings"):
+        speaker.stream([3], stop="x", token_ids=True)
+
+
 def test_a_stream_can_be_left(speaker):
     settings = {"max_new_tokens": 20, "eos_token_ids": ()}
     stream = speaker.stream("CDE", **settings)
