@@ -114,7 +114,8 @@ def fill_bitmask(
 
     Row r * N + s of the bitmask belongs to slot s of request r. Slots that the grammar does not
     reach have no allowed token (their own token is not allowed after their parent, so no verifier
-    gets there); requests without a grammar, and slots behind a tree, have all.
+    gets there; ``validate=True`` refuses such rows all the same); requests without a grammar, and
+    slots behind a tree, have all.
 
     Args:
         tree: of N slots.

@@ -1231,4 +1231,52 @@ LOOP_MUTANTS = [
     ),
 ]
 
-MUTANTS = ATTENTION_MUTANTS + CHOOSING_MUTANTS + VERIFICATION_MUTANTS + LOOP_MUTANTS
+ADAPTERS = "eagle2_kernels/integrations/"
+ADAPTER_MUTANTS = [
+    Mutant(
+        ADAPTERS + "sglang.py",
+        "broken = (depths < 0) | (depths > max_depth)",
+        "broken = depths < 0",
+        "nan_draft_scores",
+        tests="test_integration_sglang.py::test_a_chain_deeper_than_the_steps_is_walked_that_far",
+    ),
+    Mutant(
+        ADAPTERS + "sglang.py",
+        "needed = (n + 7) // 8",
+        "needed = n // 8",
+        "word_boundaries_of_packed_masks",
+        tests="test_integration_sglang.py::test_bitpacked_items_too_small_are_refused",
+    ),
+    Mutant(
+        ADAPTERS + "sglang.py",
+        "torch.minimum(coins, before)",
+        "torch.zeros_like(coins)",
+        "coins_at_zero_and_one",
+        tests="test_integration_sglang.py::test_thresholds_accept_by_the_engines_rule",
+    ),
+    Mutant(
+        ADAPTERS + "tensorrt_llm.py",
+        ".view(torch.int32)[..., :needed]",
+        ".view(torch.int32)[..., -needed:]",
+        "word_boundaries_of_packed_masks",
+        tests="test_integrations.py::test_tensorrt_llm_tensors",
+    ),
+    Mutant(
+        ADAPTERS + "flex_attention.py",
+        "torch.where(slot < 0, slot, depths[request, at])",
+        "slot",
+        "window_per_node_by_position",
+        tests="test_integrations.py::test_flex_attention_gives_what_tree_attention_gives",
+    ),
+    Mutant(
+        ADAPTERS + "transformers.py",
+        "tokens[: ends[r] if eos else longest]",
+        "tokens[: ends[r]]",
+        "exact_number_of_tokens",
+        tests="test_integration_transformers.py::test_stopping_criteria_are_asked_after_every_token",
+    ),
+]
+
+MUTANTS = (
+    ATTENTION_MUTANTS + CHOOSING_MUTANTS + VERIFICATION_MUTANTS + LOOP_MUTANTS + ADAPTER_MUTANTS
+)
