@@ -110,7 +110,8 @@ def compact_kv(
     Args:
         kv_caches: the K and V tensors of all layers, each dense [B, S, Hkv, D] or paged
             [pages, page_size, Hkv, D], any dtype, any strides with a contiguous last dimension; a
-            flat list, not (K, V) pairs.
+            flat list, not (K, V) pairs. No two may share memory, which would be moved twice: of an
+            MLA cache whose V is a view into K, pass K alone.
         accept_index: int32 [B, max_depth + 1], slots of the accepted path, root first, padded with
             -1 (`verify_tree`).
         accept_length: int32 [B], accepted drafts without the root; a request with a negative length
