@@ -30,6 +30,7 @@ from transformers import PretrainedConfig
 import eagle2_kernels as ek
 from eagle2_kernels.decode import EagleDecoder, SamplingParams, TreeConfig
 from eagle2_kernels.models.heads import EagleConfig, EagleHead
+from eagle2_kernels.models.packed import PackedLinears
 from eagle2_kernels.models.target import SlotCache, TargetModel
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 8
@@ -67,6 +68,7 @@ class SyntheticTarget(TargetModel):
         self._o = normal(hidden, query, history * query**-0.5)
         self._window = window
         self._finish_logits = None
+        self.pack_weights, self._packed_head = False, PackedLinears()
 
     @property
     def num_layers(self) -> int:

@@ -17,6 +17,7 @@ from ..attention import tree_attention
 from ..cache import write_kv
 from ..expand import expand_topk, extend_draft_tree
 from .heads import EagleHead
+from .packed import in_use
 
 __all__ = [
     "Candidates",
@@ -121,7 +122,7 @@ def refeed(
     K/V that tree rows of the last step left in these slots are overwritten.
     """
     rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-    with head.packed:
+    with in_use(head.packed):
         x = head.inputs(token_ids, head.fuse(features))
         q, k, v = head.project_qkv(x, prefix_lens[:, None] + rows)
         write_kv(cache.k, cache.v, k, v, prefix_lens, lengths)
@@ -152,7 +153,7 @@ class HeadDrafter:
         top_k = tokens.shape[1]
         tree_len = (level + 1) * top_k
         words = mask[..., : (tree_len + 63) // 64]
-        with head.packed:
+        with in_use(head.packed):
             x = head.inputs(tokens, take_rows(self._hidden, rows))
             q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])
             write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinears", "can_pack", "one_at_a_time", "pack_linear", "weight_state"]
+__all__ = ["PackedLinears", "can_pack", "in_use", "one_at_a_time", "pack_linear", "weight_state"]
 
 # Rows the layout is chosen for; any number of rows may follow.
 _ROWS = 16
@@ -57,6 +57,11 @@ def one_at_a_time(owner: object) -> AbstractContextManager[Any]:
         return nullcontext()
     with _lock_of_locks:
         return _locks.setdefault(owner, threading.RLock())
+
+
+def in_use(packed: PackedLinears) -> AbstractContextManager[Any]:
+    """``packed`` as a block; nothing under `torch.compile`, which lays out weights by itself."""
+    return nullcontext() if torch.compiler.is_compiling() else packed
 
 
 class PackedLinears:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import tree_attention
 from ..cache import write_kv
-from .packed import PackedLinears, one_at_a_time, pack_linear
+from .packed import PackedLinears, in_use, one_at_a_time, pack_linear
 
 __all__ = ["SlotCache", "TargetModel", "load_target_model"]
 
@@ -265,7 +265,7 @@ class TargetModel:
             for config in self._configs:
                 config._attn_implementation_internal = _ATTENTION
             try:
-                with self._packed_base:
+                with in_use(self._packed_base):
                     return self._base(
                         input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
                     ).last_hidden_state
@@ -310,7 +310,7 @@ class TargetModel:
 
     def logits(self, features: Tensor) -> Tensor:
         """The model's logits [.., V] of features [.., H]."""
-        with one_at_a_time(self.hf_model), self._packed_head:
+        with one_at_a_time(self.hf_model), in_use(self._packed_head):
             out = self._lm_head(features)
         return out if self._finish_logits is None else self._finish_logits(out)
 
