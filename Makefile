@@ -90,8 +90,9 @@ cuda: $(CUDA)/.installed
 	$(CUDA)/bin/python -P -m eagle2_kernels.env
 	$(CUDA)/bin/python -P -c "from eagle2_kernels import _library as l; s = l.load(); assert all(x.loaded for x in s.values()), s"
 	$(CUDA)/bin/pytest $(PYTEST_ARGS) $(OP_TESTS)
-	$(CUDA)/bin/pytest $(PYTEST_ARGS) -m triton tests
-	PATH="$(CURDIR)/$(CUDA)/bin:$$PATH" $(CUDA)/bin/python tests/mutants --only '^triton_kernels'
+	TRITON_INTERPRET=1 $(CUDA)/bin/pytest $(PYTEST_ARGS) -m triton tests
+	TRITON_INTERPRET=1 PATH="$(CURDIR)/$(CUDA)/bin:$$PATH" \
+		$(CUDA)/bin/python tests/mutants --only '^triton_kernels'
 	rm -rf build/auto
 	$(CUDA)/bin/python -m build --sdist --no-isolation --outdir build/auto
 	env -u CUDA_HOME -u EAGLE2_CUDA $(CUDA)/bin/python $(PIP) wheel --no-build-isolation --no-deps -w build/auto build/auto/*.tar.gz

@@ -25,8 +25,14 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parent.parent
 AOT = ROOT / "bench" / "results" / "aot.csv"
-# The interpreter is chosen when a kernel is decorated; Triton is not there in every environment.
-os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    # Chosen when a kernel is decorated, Triton's own library when triton is first imported, which
+    # may be at the collection of another file. Not set here: tests on a card must not get it.
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.fail("expected TRITON_INTERPRET=1 in the environment, as `make cuda` sets it")
 
 
 def launcher(module, name):
