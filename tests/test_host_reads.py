@@ -123,11 +123,12 @@ def test_a_step_reads_its_tokens_and_nothing_else(model, plain):
         pytest.skip("the oracle and full validation read what they like")
     target = tiny_model(model)
     decoder = EagleDecoder(target, tiny_head(target, list(range(5, 45))))
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.1, "logit_bias": {3: -1.0}}
     stream = decoder.stream(
         PROMPTS,
         max_new_tokens=24,
         eos_token_ids=(),
-        sampling=SamplingParams(1.0, 5, 0.9, 0.01, seed=1),
+        sampling=SamplingParams(1.0, 5, 0.9, 0.01, seed=1, **penalties),
         config=TreeConfig(16, 4, 3),
         plain=plain,
     )

@@ -203,7 +203,7 @@ def test_the_dtypes_of_a_row_work(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", [n for n in NAMES if BY_NAME[n].floats])
 def test_other_dtypes_are_refused(name, dtype):
-    with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+    with pytest.raises((RuntimeError, TypeError)):
         overload(name)(**in_dtype(name, dtype))
 
 
