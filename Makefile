@@ -59,8 +59,9 @@ format: setup
 	$(CPU)/bin/ruff format .
 	$(CPU)/bin/clang-format -i $(CXX_FILES)
 
+# each operator beside what torch offers; BENCH_ARGS=--quick checks results on the smallest cases
 bench: setup
-	$(CPU)/bin/python bench $(BENCH_ARGS)
+	$(CPU)/bin/python bench/run.py $(BENCH_ARGS)
 
 # 100 000 decode steps against plain decoding: some minutes
 load: setup

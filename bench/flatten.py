@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
+import cases as table
 import torch
 from runner import Case
 
 import eagle2_kernels as ek
 from eagle2_kernels import reference
 
-
-def _candidates(top_k: int, depth: int) -> tuple[torch.Tensor, ...]:
-    """An EAGLE tree's candidate list from random logits."""
-    generator = torch.Generator().manual_seed(depth)
-    parents = torch.empty(1, top_k + (depth - 1) * top_k**2, dtype=torch.int32)
-    mask = torch.zeros(1, top_k, (top_k * depth + 63) // 64, dtype=torch.int64)
-    beam, scores = torch.zeros(1, top_k, dtype=torch.int64), torch.zeros(1, 1)
-    tokens, all_scores = [], []
-    for level in range(depth):
-        mask = ek.extend_draft_tree(parents, mask, beam, level)
-        logits = torch.randn(1, 1 if level == 0 else top_k, 1000, generator=generator) * 3
-        t, s, beam, _, scores, _ = ek.expand_topk(logits, scores, top_k)
-        tokens.append(t)
-        all_scores.append(s)
-    return torch.cat(tokens, 1), torch.cat(all_scores, 1), parents
+OPS = ("build_tree", "build_tree_from_marginals")
 
 
 def _heap_prefixes(log_probs: list[list[float]], count: int) -> list[tuple[float, int, int, int]]:
@@ -49,15 +37,16 @@ def _heap_tree(root, prefix_lens, tokens, log_probs, n: int) -> ek.DraftTree:
     slot = {-1: 0} | {i: s for s, i in enumerate(order, start=1)}
     ids = tokens[0].tolist()
     drafted = [ids[taken[i][1] - 1][taken[i][2]] for i in order]
-    parents = torch.tensor([[-1, *(slot[taken[i][3]] for i in order)]], dtype=torch.int32)
-    num_nodes = torch.tensor([n], dtype=torch.int32)
+    rows = [[-1, *(slot[taken[i][3]] for i in order)]]
+    parents = torch.tensor(rows, dtype=torch.int32, device=root.device)
+    num_nodes = torch.tensor([n], dtype=torch.int32, device=root.device)
     depths, positions, child, sibling, mask = ek.flatten_tree(parents, num_nodes, prefix_lens)
     return ek.DraftTree(
-        torch.tensor([[int(root), *drafted]]),
+        torch.tensor([[int(root), *drafted]], device=root.device),
         parents,
         depths,
         positions,
-        torch.tensor([[0.0, *(-taken[i][0] for i in order)]]),
+        torch.tensor([[0.0, *(-taken[i][0] for i in order)]], device=root.device),
         child,
         sibling,
         mask,
@@ -65,65 +54,64 @@ def _heap_tree(root, prefix_lens, tokens, log_probs, n: int) -> ek.DraftTree:
     )
 
 
-def _marginals() -> list[Case]:
-    result = []
-    for depth, top_k, nodes in ((8, 8, 16), (16, 16, 64), (16, 32, 512)):
+def _tree_bytes(nodes: int) -> int:
+    return nodes * (8 * 3 + 4 * 5) + nodes * ((nodes + 63) // 64) * 8
+
+
+def _marginals(device: torch.device, *, quick: bool) -> Iterator[Case]:
+    for depth, top_k, nodes in ((8, 8, 16), (16, 16, 64), (16, 32, 512))[: 1 if quick else None]:
         generator = torch.Generator().manual_seed(nodes)
         logits = torch.randn(1, depth, 1000, generator=generator) * 3
-        log_probs, tokens = logits.log_softmax(-1).topk(top_k)
-        root, prefix_lens = torch.tensor([1]), torch.tensor([9], dtype=torch.int32)
+        log_probs, tokens = (x.to(device) for x in logits.log_softmax(-1).topk(top_k))
+        root = torch.tensor([1], device=device)
+        prefix_lens = torch.tensor([9], dtype=torch.int32, device=device)
         args = (root, prefix_lens, tokens, log_probs, nodes)
         expected = reference.build_tree_from_marginals(*args)
 
         def check(name, got, expected=expected):
             for i, (one, other) in enumerate(zip(got, expected, strict=False)):
-                close = torch.allclose(one, other, atol=1e-5) if i == 4 else torch.equal(one, other)
-                assert close, name
+                if i == 4:
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+                else:
+                    assert torch.equal(one, other), f"{name}: {ek.DraftTree._fields[i]} differs"
 
-        result.append(
-            Case(
-                "build_tree_from_marginals",
-                f"depth {depth}, top_k {top_k}, nodes {nodes}",
-                {
-                    "ours": lambda args=args: ek.build_tree_from_marginals(*args),
-                    "heapq": lambda args=args: _heap_tree(*args),
-                },
-                check,
-                bytes=depth * top_k * 12
-                + nodes * (8 * 3 + 4 * 5)
-                + nodes * ((nodes + 63) // 64) * 8,
-            )
+        yield Case(
+            "build_tree_from_marginals",
+            f"K{top_k}-D{depth}-N{nodes}",
+            {
+                "ours": lambda args=args: ek.build_tree_from_marginals(*args),
+                "heapq": lambda args=args: _heap_tree(*args),
+            },
+            check,
+            bytes=depth * top_k * 12 + _tree_bytes(nodes),
         )
-    return result
 
 
-def cases() -> list[Case]:
-    """EAGLE-2's published shape and a large one; block drafters' shapes."""
-    result = _marginals()
-    for top_k, depth, nodes in ((4, 4, 16), (10, 6, 60), (32, 8, 512)):
+def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
+    """EAGLE-2's published shape, the default and a large one; block drafters' shapes."""
+    yield from _marginals(device, quick=quick)
+    for case in table.DRAFT_CASES[: 2 if quick else None]:
+        if case.top_k == 1:
+            continue
         args = (
-            torch.tensor([1]),
-            torch.tensor([9], dtype=torch.int32),
-            *_candidates(top_k, depth),
-            nodes,
+            torch.tensor([1], device=device),
+            torch.tensor([9], dtype=torch.int32, device=device),
+            *(x.to(device) for x in table.draft_candidates(case)),
+            case.max_nodes,
         )
         expected = reference.build_tree(*args)
 
         def check(name, got, expected=expected):
-            for one, other in zip(got, expected, strict=False):
-                assert torch.equal(one, other), name
+            for field, one, other in zip(ek.DraftTree._fields, got, expected, strict=False):
+                assert torch.equal(one, other), f"{name}: {field} differs"
 
-        candidates = args[2].numel()
-        result.append(
-            Case(
-                "build_tree",
-                f"top_k {top_k}, depth {depth}, nodes {nodes}",
-                {
-                    "ours": lambda args=args: ek.build_tree(*args),
-                    "reference.py": lambda args=args: reference.build_tree(*args),
-                },
-                check,
-                bytes=candidates * 16 + nodes * (8 * 3 + 4 * 5) + nodes * ((nodes + 63) // 64) * 8,
-            )
+        yield Case(
+            "build_tree",
+            case.name,
+            {
+                "ours": lambda args=args: ek.build_tree(*args),
+                "reference.py": lambda args=args: reference.build_tree(*args),
+            },
+            check,
+            bytes=case.candidates * 16 + _tree_bytes(case.max_nodes),
         )
-    return result

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from runner import Case
 
 import eagle2_kernels as ek
 
+OPS = ("process_logits", "token_logprobs")
 VOCAB, NODES = 49152, 32
 
 
@@ -28,38 +31,39 @@ def _edited(logits: torch.Tensor, tree: tuple, history: dict) -> torch.Tensor:
     return copy
 
 
-def cases() -> list[Case]:
+def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
     """32 nodes of SmolLM2's vocabulary behind 1 000 prompt and 500 generated tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(*shape: int) -> torch.Tensor:
-        return torch.randint(0, VOCAB, shape, generator=generator)
+        return torch.randint(0, VOCAB, shape, generator=generator).to(device)
 
-    logits = torch.randn(1, NODES, VOCAB, generator=generator) * 4
+    logits = (torch.randn(1, NODES, VOCAB, generator=generator) * 4).to(device)
     up = [-1, *[i // 2 for i in range(NODES - 1)]]
     draft = ids(1, NODES)
-    tree = (draft, torch.tensor([up], dtype=torch.int32))
-    mask = torch.zeros(1, (VOCAB + 31) // 32, dtype=torch.int32)
-    counts = torch.zeros(1, VOCAB, dtype=torch.int32)
+    tree = (draft, torch.tensor([up], dtype=torch.int32, device=device))
+    mask = torch.zeros(1, (VOCAB + 31) // 32, dtype=torch.int32, device=device)
+    counts = torch.zeros(1, VOCAB, dtype=torch.int32, device=device)
     prompt, output = ids(1, 1000), ids(1, 500)
     ek.mark_tokens(mask, prompt)
     ek.count_tokens(counts, output)
     history = {
         "prompt_mask": mask,
         "output_counts": counts,
-        "repetition_penalty": torch.tensor([1.5]),
-        "frequency_penalty": torch.tensor([0.5]),
-        "presence_penalty": torch.tensor([0.25]),
+        "repetition_penalty": torch.tensor([1.5], device=device),
+        "frequency_penalty": torch.tensor([0.5], device=device),
+        "presence_penalty": torch.tensor([0.25], device=device),
     }
-    in_prompt = torch.zeros(VOCAB, dtype=torch.bool)
+    in_prompt = torch.zeros(VOCAB, dtype=torch.bool, device=device)
     in_prompt[prompt[0]] = True
-    paths = torch.full((NODES, 8), VOCAB)
+    paths = torch.full((NODES, 8), VOCAB, device=device)
     for node in range(NODES):
         slot, depth = node, 0
         while slot > 0:
             paths[node, depth] = draft[0, slot]
             slot, depth = up[slot], depth + 1
-    slots, tokens = torch.arange(5, dtype=torch.int32)[None], ids(1, 5)
+    slots = torch.arange(5, dtype=torch.int32, device=device)[None]
+    tokens = ids(1, 5)
 
     def log_softmax() -> torch.Tensor:
         return torch.log_softmax(logits[0, slots[0].long()], -1).gather(1, tokens.view(5, 1))
@@ -73,26 +77,24 @@ def cases() -> list[Case]:
     def check_logprobs(name: str, got: torch.Tensor) -> None:
         torch.testing.assert_close(got.view(1, 5), logprobs, rtol=1e-5, atol=1e-5)
 
-    shape = f"nodes {NODES}, V {VOCAB}"
-    return [
-        Case(
-            "process_logits",
-            f"{shape}, 1500 tokens of history, copy included",
-            {
-                "ours": lambda: _edited(logits, tree, history),
-                "dense torch": lambda: _penalties(logits, in_prompt, counts, paths),
-            },
-            check_edited,
-            bytes=2 * logits.nbytes + counts.nbytes + mask.nbytes,
-        ),
-        Case(
-            "token_logprobs",
-            f"{shape}, 5 rows",
-            {
-                "ours": lambda: ek.token_logprobs(logits, slots, tokens),
-                "gather+log_softmax+gather": log_softmax,
-            },
-            check_logprobs,
-            bytes=5 * VOCAB * 4,
-        ),
-    ]
+    shape = f"V{VOCAB}-N{NODES}"
+    yield Case(
+        "process_logits",
+        f"{shape}, 1500 tokens of history, copy included",
+        {
+            "ours": lambda: _edited(logits, tree, history),
+            "dense torch": lambda: _penalties(logits, in_prompt, counts, paths),
+        },
+        check_edited,
+        bytes=2 * logits.nbytes + counts.nbytes + mask.nbytes,
+    )
+    yield Case(
+        "token_logprobs",
+        f"{shape}, 5 rows",
+        {
+            "ours": lambda: ek.token_logprobs(logits, slots, tokens),
+            "gather+log_softmax+gather": log_softmax,
+        },
+        check_logprobs,
+        bytes=5 * VOCAB * 4,
+    )

@@ -1,24 +1,32 @@
-"""One runner for all benches: check a provider's result, then time the providers in turn.
+"""Check every provider's result, then time the providers in turn: A B A B.
 
 Rounds interleave the providers, so that a slow spell of the machine meets all of them. Reported are
-the median and the 20th and 80th percentile of a call, the ratio to the best peer, and the share of
-the floor: bytes at the copy bandwidth, or operations at the matmul rate, measured in the same run.
+the median and the 20th and 80th percentile of a call, the rate, its share of the ceiling (what the
+bytes or operations that any implementation needs take at the read bandwidth and matmul rate
+measured at the start of the run) and the ratio to the best peer.
 """
 
 from __future__ import annotations
 
 import csv
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+OURS = "ours"
+
+# the case table is the tests'
+sys.path.append(str(ROOT / "tests"))
 
 
 @dataclass
@@ -27,6 +35,7 @@ class Case:
 
     ``providers`` maps names to calls; "ours" is the library's. ``check`` raises when a provider's
     result is wrong. ``bytes`` and ``flops`` count what any implementation must move and compute.
+    ``calls`` is how many calls in a row a sample averages over, for those of a few microseconds.
     """
 
     op: str
@@ -36,97 +45,136 @@ class Case:
     bytes: int
     flops: int = 0
     dtype: torch.dtype = torch.float32
+    calls: int = 1
 
 
 @dataclass
 class Row:
+    """One provider of a case. ``ratio`` of ours: the best peer's time over ours; of a peer: its
+    own time over ours.
+    """
+
     op: str
     shape: str
     dtype: str
+    device: str
     provider: str
     median_us: float
     p20_us: float
     p80_us: float
-    bytes: int
-    flops: int
-    floor_us: float
-    floor_share: float
-    speedup_of_ours: float
-    machine: dict[str, str] = field(default_factory=dict)
+    gb_s: float
+    gflop_s: float
+    ceiling_share: float
+    ratio: float
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, both directions counted."""
-    source = torch.empty(64 << 20, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    times = [_timed(lambda: target.copy_(source)) for _ in range(15)]
-    return 2 * source.numel() / statistics.median(times)
+class Machine:
+    """Where a run takes place: its device, its clock, its measured ceilings."""
+
+    def __init__(self, device: torch.device, samples: int = 15) -> None:
+        self.device = device
+        self._samples = samples
+        self.read_bandwidth = self._read_bandwidth()
+        self.matmul_rates = {d: self._matmul_rate(d) for d in (torch.float32, torch.bfloat16)}
+
+    def time(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Seconds of one call."""
+        if self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / calls
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - began) / calls
+
+    def floor(self, case: Case) -> float:
+        """Seconds that the case takes at the ceiling."""
+        rate = self.matmul_rates.get(case.dtype, self.matmul_rates[torch.float32])
+        return max(case.bytes / self.read_bandwidth, case.flops / rate)
+
+    def _median(self, call: Callable[[], object]) -> float:
+        self.time(call)
+        return statistics.median(self.time(call) for _ in range(self._samples))
+
+    def _read_bandwidth(self) -> float:
+        """Bytes per second of a sum over 256 MiB."""
+        x = torch.ones(64 << 20, device=self.device)
+        return x.nbytes / self._median(x.sum)
+
+    def _matmul_rate(self, dtype: torch.dtype) -> float:
+        size = 1024 if self.device.type == "cpu" else 8192
+        a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        return 2 * size**3 / self._median(lambda: a @ b)
 
 
-def matmul_rate(dtype: torch.dtype) -> float:
-    """Operations per second of torch's matmul, 1024 cubed."""
-    if dtype == torch.float16:
-        dtype = torch.float32
-    a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
-    times = [_timed(lambda: a @ b) for _ in range(15)]
-    return 2 * 1024**3 / statistics.median(times)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def run(cases: list[Case], rounds: int) -> list[Row]:
+def run(cases: Iterable[Case], machine: Machine, rounds: int) -> list[Row]:
     """Verify and time every case; prints a table as it goes."""
-    bandwidth, rates = copy_bandwidth(), {}
-    print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads")
-    machine = provenance() | {"copy_gb_s": f"{bandwidth / 1e9:.1f}"}
     rows = []
     for case in cases:
-        rate = rates.setdefault(case.dtype, matmul_rate(case.dtype) if case.flops else 1.0)
-        floor = max(case.bytes / bandwidth, case.flops / rate)
         times: dict[str, list[float]] = {name: [] for name in case.providers}
         for name, call in case.providers.items():
             case.check(name, call())
         for _ in range(rounds):
             for name, call in case.providers.items():
-                times[name].append(_timed(call))
-        medians = {name: statistics.median(t) for name, t in times.items()}
-        print(f"\n{case.op}  {case.shape}  {case.dtype}  floor {floor * 1e6:.0f} us")
-        for name, values in times.items():
-            fifths = statistics.quantiles(values, n=5)
-            ours = medians[name] / medians["ours"]
-            rows.append(
-                Row(
-                    case.op,
-                    case.shape,
-                    str(case.dtype).removeprefix("torch."),
-                    name,
-                    medians[name] * 1e6,
-                    fifths[0] * 1e6,
-                    fifths[3] * 1e6,
-                    case.bytes,
-                    case.flops,
-                    floor * 1e6,
-                    floor / medians[name],
-                    ours,
-                    machine,
-                )
-            )
+                times[name].append(machine.time(call, case.calls))
+        floor = machine.floor(case)
+        rows += _rows(case, times, floor, machine.device)
+        by_bytes = case.bytes / machine.read_bandwidth >= floor
+        print(f"\n{case.op}  {case.shape}  {case.dtype}  ceiling {floor * 1e6:.1f} us")
+        for row in rows[-len(times) :]:
+            rate = f"{row.gb_s:8.2f} GB/s  " if by_bytes else f"{row.gflop_s:7.1f} GFLOP/s"
+            ratio = f"best peer / ours {row.ratio:.2f}" if row.provider == OURS else ""
             print(
-                f"  {name:34} {medians[name] * 1e6:10.1f} us  [{fifths[0] * 1e6:.1f}, "
-                f"{fifths[3] * 1e6:.1f}]  {floor / medians[name]:6.1%} of the floor's speed  "
-                f"{ours:6.2f} x ours"
+                f"  {row.provider:30} {row.median_us:10.1f} us  "
+                f"[{row.p20_us:.1f}, {row.p80_us:.1f}]  {rate}  {row.ceiling_share:6.1%}  {ratio}"
             )
+    return rows
+
+
+def _rows(
+    case: Case, times: dict[str, list[float]], floor: float, device: torch.device
+) -> list[Row]:
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    peers = [median for name, median in medians.items() if name != OURS]
+    rows = []
+    for name, values in times.items():
+        fifths = (
+            statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values * 4
+        )
+        rows.append(
+            Row(
+                case.op,
+                case.shape,
+                str(case.dtype).removeprefix("torch."),
+                device.type,
+                name,
+                medians[name] * 1e6,
+                fifths[0] * 1e6,
+                fifths[3] * 1e6,
+                case.bytes / medians[name] / 1e9,
+                case.flops / medians[name] / 1e9,
+                floor / medians[name],
+                min(peers, default=float("nan")) / medians[OURS]
+                if name == OURS
+                else medians[name] / medians[OURS],
+            )
+        )
     return rows
 
 
 def provenance() -> dict[str, str]:
     """Commit, versions and machine of this run."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     ).stdout.strip()
     model = platform.processor()
     try:
@@ -145,18 +193,30 @@ def provenance() -> dict[str, str]:
     }
 
 
-def save(name: str, rows: list[Row]) -> Path:
-    """Write results/<name>.csv, one line per provider and shape."""
+def save(rows: list[Row], machine: Machine) -> Path:
+    """Append to results/<device>.csv a line per provider and shape, with the command of the run."""
+    device = machine.device.type
+    extra = provenance()
+    if device == "cuda":
+        extra["gpu"] = torch.cuda.get_device_name(machine.device)
+    extra["read_gb_s"] = f"{machine.read_bandwidth / 1e9:.1f}"
+    for dtype, rate in machine.matmul_rates.items():
+        extra[f"matmul_{str(dtype).removeprefix('torch.')}_gflop_s"] = f"{rate / 1e9:.0f}"
+    extra["command"] = shlex.join(["python", "bench/run.py", *sys.argv[1:]])
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        columns = [c for c in Row.__dataclass_fields__ if c != "machine"]
-        writer.writerow([*columns, *rows[0].machine])
+    path = RESULTS / f"{device}.csv"
+    columns = [*Row.__dataclass_fields__, *extra]
+    new = not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            found = next(csv.reader(file))
+        if found != columns:
+            raise SystemExit(f"{path}: expected the columns {columns}, got {found}")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
         for row in rows:
-            values = [getattr(row, c) for c in columns]
-            writer.writerow(
-                [f"{v:.4g}" if isinstance(v, float) else v for v in values]
-                + list(row.machine.values())
-            )
+            values = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in vars(row).items()}
+            writer.writerow(values | extra)
     return path

@@ -1,4 +1,4 @@
-"""The case table of tree attention: shapes that break kernels, and random inputs for them.
+"""The case table: shapes that break kernels or that are measured, and random inputs for them.
 
 Tests of every backend and the benchmarks draw from here, so a shape is written down once.
 """
@@ -279,3 +279,160 @@ def visibility(inputs: AttentionInputs) -> Tensor:
             )
             seen[r, i, keys] = True
     return seen
+
+
+@dataclass(frozen=True)
+class ExpandCase:
+    """One call of expand_topk."""
+
+    batch: int
+    parents: int
+    vocab: int
+    top_k: int
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch}-P{self.parents}-V{self.vocab}-K{self.top_k}"
+
+
+EXPAND_CASES = [
+    ExpandCase(1, 1, 1, 1),
+    ExpandCase(1, 1, 3, 5),
+    ExpandCase(2, 3, 17, 4),
+    ExpandCase(2, 4, 1023, 4),
+    ExpandCase(1, 2, 1024, 1),
+    ExpandCase(1, 10, 1025, 10),
+    ExpandCase(1, 3, 5000, 60),
+    # EAGLE-2's levels on the vocabularies of a draft head, SmolLM2 and Llama 3
+    ExpandCase(1, 10, 8192, 10),
+    ExpandCase(1, 10, 49152, 10),
+    ExpandCase(1, 10, 128256, 10),
+]
+
+
+def expand_inputs(case: ExpandCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits and the parents' scores."""
+    g = torch.Generator().manual_seed(case.vocab + case.top_k)
+    logits = (torch.randn(case.batch, case.parents, case.vocab, generator=g) * 4).to(dtype)
+    return logits, -torch.rand(case.batch, case.parents, generator=g) * 5
+
+
+@dataclass(frozen=True)
+class DraftCase:
+    """A draft tree's shape, as in TreeConfig."""
+
+    max_nodes: int
+    top_k: int
+    max_depth: int
+
+    @property
+    def name(self) -> str:
+        return f"K{self.top_k}-D{self.max_depth}-N{self.max_nodes}"
+
+    @property
+    def candidates(self) -> int:
+        return self.top_k + (self.max_depth - 1) * self.top_k**2
+
+
+DRAFT_CASES = [
+    DraftCase(6, 1, 5),
+    DraftCase(16, 4, 4),
+    DraftCase(60, 10, 6),
+    DraftCase(512, 32, 8),
+]
+
+
+def draft_candidates(case: DraftCase, vocab: int = 1000) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, scores, parents), [1, M] each, of a tree grown by the oracle from random logits."""
+    g = torch.Generator().manual_seed(case.max_depth)
+    k = case.top_k
+    parents = torch.empty(1, case.candidates, dtype=torch.int32)
+    mask = torch.zeros(1, k, (k * case.max_depth + 63) // 64, dtype=torch.int64)
+    beam, beam_scores = torch.zeros(1, k, dtype=torch.int64), torch.zeros(1, 1)
+    tokens, scores = [], []
+    for level in range(case.max_depth):
+        mask = reference.extend_draft_tree(parents, mask, beam, level)
+        logits = torch.randn(1, 1 if level == 0 else k, vocab, generator=g) * 3
+        t, s, beam, _, beam_scores, _ = reference.expand_topk(logits, beam_scores, k)
+        tokens.append(t)
+        scores.append(s)
+    return torch.cat(tokens, 1), torch.cat(scores, 1), parents
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """One call of sample_and_verify on a binary tree."""
+
+    vocab: int
+    nodes: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"V{self.vocab}-N{self.nodes}-T{self.temperature:g}-p{self.top_p:g}"
+
+
+VERIFY_CASES = [
+    VerifyCase(1000, 7),
+    VerifyCase(1000, 7, 1.0),
+    VerifyCase(1000, 7, 1.0, 0.9),
+    VerifyCase(49152, 32),
+    VerifyCase(49152, 32, 1.0),
+    VerifyCase(49152, 32, 1.0, 0.9),
+]
+
+
+@dataclass
+class VerifyInputs:
+    """Arguments of a call, and the tokens the oracle draws along ``path``, which ends in a leaf."""
+
+    logits: Tensor
+    position_ids: Tensor
+    seeds: Tensor
+    draft_tokens: Tensor
+    first_child: Tensor
+    next_sibling: Tensor
+    max_depth: int
+    num_nodes: Tensor
+    filters: dict[str, Tensor]
+    path: list[int]
+    emitted: Tensor
+
+
+def verify_inputs(case: VerifyCase) -> VerifyInputs:
+    """Random logits, and a binary tree in which the oracle's draws lead to the last slot."""
+    g = torch.Generator().manual_seed(case.nodes)
+    n = case.nodes
+    logits = torch.randn(1, n, case.vocab, generator=g) * 4
+    up = [-1, *((i - 1) // 2 for i in range(1, n))]
+    num_nodes, prefix_lens = (torch.tensor([x], dtype=torch.int32) for x in (n, 100))
+    depths, positions, first, sibling, _ = reference.flatten_tree(
+        torch.tensor([up], dtype=torch.int32), num_nodes, prefix_lens
+    )
+    filters = {}
+    if case.temperature:
+        filters["temperature"] = torch.tensor([case.temperature])
+    if case.top_p < 1:
+        filters["top_p"] = torch.tensor([case.top_p])
+    seeds = torch.tensor([7])
+    path = path_of(up, n - 1)
+    emitted = reference.sample_tokens(logits[:, path], positions[:, path], seeds, **filters)
+    # ids that no draw of the path has
+    others = [token for token in range(n + len(path)) if token not in emitted[0].tolist()]
+    drafts = torch.tensor([others[:n]])
+    drafts[0, path[1:]] = emitted[0, :-1]
+    max_depth = int(depths.max())
+    return VerifyInputs(
+        logits,
+        positions,
+        seeds,
+        drafts,
+        first,
+        sibling,
+        max_depth,
+        num_nodes,
+        filters,
+        path,
+        emitted,
+    )

@@ -16,15 +16,15 @@ import torch._dynamo
 import torch._dynamo.backends.debugging
 import torch._functorch.aot_autograd
 
-# A pool of threads does not survive a fork: a child's first parallel region would wait for ever.
-torch.set_num_threads(1)
-
 # `python -P` leaves the script's directory out of the path, and with it what shadows the package.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_ops import BY_NAME, NAMES, example, overload
 
 import eagle2_kernels
+
+# A pool of threads does not survive a fork: a child's first parallel region would wait for ever.
+torch.set_num_threads(1)
 
 
 def public_name(name):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import EXPAND_CASES, expand_inputs
 from growth import candidate_count, grow, hashed_head, i32
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,25 +73,11 @@ def test_public_trees_are_reproduced(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize(
-    ("b", "p", "v", "k"),
-    [
-        (1, 1, 1, 1),
-        (1, 1, 3, 5),
-        (2, 3, 17, 4),
-        (2, 4, 1023, 4),
-        (1, 2, 1024, 1),
-        (1, 10, 1025, 10),
-        (1, 3, 5000, 60),
-    ],
-    ids=lambda x: str(x),
-)
-def test_equals_the_oracle(dtype, b, p, v, k):
-    generator = torch.Generator().manual_seed(v + k)
-    logits = (torch.randn(b, p, v, generator=generator) * 4).to(dtype)
-    beam_scores = -torch.rand(b, p, generator=generator) * 5
-    got = e2.expand_topk(logits, beam_scores, k)
-    assert_same_expansion(got, logits, beam_scores, k)
+@pytest.mark.parametrize("case", EXPAND_CASES, ids=lambda c: c.name)
+def test_equals_the_oracle(dtype, case):
+    logits, beam_scores = expand_inputs(case, dtype)
+    got = e2.expand_topk(logits, beam_scores, case.top_k)
+    assert_same_expansion(got, logits, beam_scores, case.top_k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import DRAFT_CASES, draft_candidates
 from growth import i32, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,12 @@ def test_random_candidates_give_a_valid_tree_and_the_oracles(n, ties):
         args = (tree.parents.new_tensor([11]), *random_args(m, generator, ties))
         got = e2.build_tree(torch.tensor([7]), *args, n)
         assert_equal(got[:9], reference.build_tree(torch.tensor([7]), *args, n))
+
+
+@pytest.mark.parametrize("case", DRAFT_CASES, ids=lambda c: c.name)
+def test_draft_trees_equal_the_oracles(case):
+    args = (torch.tensor([7]), i32([11]), *draft_candidates(case), case.max_nodes)
+    assert_equal(e2.build_tree(*args)[:9], reference.build_tree(*args))
 
 
 def random_args(m, generator, ties):

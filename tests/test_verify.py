@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import VERIFY_CASES, verify_inputs
 from growth import i32, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -497,6 +498,17 @@ def test_published_chain_identities(d):
 
 
 # both together
+
+
+@pytest.mark.parametrize("case", [c for c in VERIFY_CASES if c.vocab == 1000], ids=lambda c: c.name)
+def test_a_walk_to_the_last_leaf_equals_the_oracle(case):
+    x = verify_inputs(case)
+    links = (x.draft_tokens, x.first_child, x.next_sibling, x.max_depth, x.num_nodes)
+    draw = (x.logits, x.position_ids, x.seeds)
+    got = e2.sample_and_verify(*draw, *links, **x.filters)
+    for a, b in zip(got, reference.sample_and_verify(*draw, *links, **x.filters), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(got[0], x.emitted) and got[1][0].tolist() == x.path
 
 
 def tree_case(b, n, vocab, generator, dtype=torch.float32):
