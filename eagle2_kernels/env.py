@@ -6,6 +6,7 @@ can do and how many threads there are. It looks; it changes nothing and sends no
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -39,6 +40,7 @@ CPU_FLAGS = (
 )
 VARIABLES = (
     "EAGLE2_BACKEND",
+    "EAGLE2_CPU_ISA",
     "EAGLE2_VALIDATE",
     "EAGLE2_CUDA",
     "CUDA_HOME",
@@ -106,12 +108,23 @@ def _cpu() -> dict[str, object]:
     return {
         "model": model,
         "flags": [f for f in CPU_FLAGS if f in flags],
+        "kernels_isa": _isa(),
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "cpus": os.cpu_count(),
         "cpus_allowed": len(affinity(0)) if affinity else None,
         "torch_threads": torch.get_num_threads(),
         "torch_interop_threads": torch.get_num_interop_threads(),
     }
+
+
+def _isa() -> str | None:
+    """The level the CPU kernels use, or why they have none; None where they are not loaded."""
+    library = _library.status().get("_C")
+    if library is None or not library.loaded:
+        return None
+    choose = ctypes.CDLL(str(library.path)).eagle2_choose_isa
+    choose.restype = ctypes.c_char_p
+    return choose(None, None).decode()
 
 
 def _gpus() -> dict[str, object]:

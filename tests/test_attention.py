@@ -187,22 +187,6 @@ def test_every_node_equals_causal_attention_of_its_path(nodes):
     assert len(reached) == nodes
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_other_instruction_sets(capability):
-    """The same source compiled for older CPUs holds the same promises."""
-    chosen = "(matches_oracle and 32 and (D80 or D37 or softcap)) or whole_numbers"
-    chosen += " or (plain_decoding and seed0 and (float64 or bfloat16) and (N31 or N40))"
-    chosen += " or float8_value"
-    pytest_run = "-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()
-    run = subprocess.run(
-        [sys.executable, *pytest_run, "-k", chosen, __file__],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-
-
 @dtypes
 def test_exponential_of_whole_numbers(dtype):
     """Two keys whose logits differ by n: the smaller weight is 1 / (1 + e^n)."""

@@ -1,167 +1,43 @@
 // tree_attention and merge_attention_states on the CPU: argument checks, choice of instruction set,
 // threads. The arithmetic is in attention_kernel.h.
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
-#include <memory>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "../address.h"
 #include "attention_params.h"
 #include "common.h"
+#include "isa.h"
 
 namespace eagle2 {
 namespace {
 
-// Scratch memory of one task. The thread keeps it for the next task: memory fresh from the system
-// costs more page faults than a short call takes.
-class Arena {
- public:
-  ~Arena() {
-    Memory& memory = thread_memory();
-    if (memory.blocks.size() > 1 || memory.size > kKept) {
-      memory.blocks.clear();
-      memory.wish = std::min(taken_, kKept);
+// The kernels of the level in use.
+const AttentionKernels& kernels() {
+  static const AttentionKernels& chosen = [&]() -> const AttentionKernels& {
+    switch (cpu_isa()) {
+#ifdef EAGLE2_X86_LEVELS
+      case Isa::kAvx512Bf16:
+      case Isa::kAvx512:
+        return avx512::kAttention;
+      case Isa::kAvx2:
+        return avx2::kAttention;
+#endif
+      default:
+        return portable::kAttention;
     }
-  }
-
-  template <typename T>
-  T* take(int64_t count) {
-    Memory& memory = thread_memory();
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
-    if (memory.blocks.empty() || used_ + bytes > memory.size) {
-      memory.size = std::max(bytes, memory.wish);
-      memory.blocks.push_back(allocate(memory.size));
-      used_ = 0;
-    }
-    char* at = memory.blocks.back().get() + used_;
-    used_ += bytes;
-    taken_ += bytes;
-    return reinterpret_cast<T*>(at);
-  }
-
- private:
-  static constexpr size_t kAlign = 64;
-  static constexpr size_t kKept = 16 << 20;  // bytes a thread holds on to
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  using Block = std::unique_ptr<char, Free>;
-  struct Memory {
-    std::vector<Block> blocks;
-    size_t size = 0;          // of the last block
-    size_t wish = 256 << 10;  // of the next one
-  };
-  static Memory& thread_memory() {
-    static thread_local Memory memory;
-    return memory;
-  }
-  static Block allocate(size_t bytes) {
-    void* p = nullptr;
-    if (posix_memalign(&p, kAlign, bytes) != 0) throw std::bad_alloc();
-    return Block(static_cast<char*>(p));
-  }
-  size_t used_ = 0, taken_ = 0;
-};
-
-// EAGLE2_BASELINE_ONLY halves the time to compile, for builds that are tested once (make mutants).
-#if defined(__x86_64__) && defined(__linux__) && !defined(EAGLE2_BASELINE_ONLY)
-#define EAGLE2_X86_DISPATCH 1
-#endif
-
-namespace baseline {
-#define EAGLE2_VECTOR_BYTES 16
-#include "attention_kernel.h"
-#undef EAGLE2_VECTOR_BYTES
-}  // namespace baseline
-
-#ifdef EAGLE2_X86_DISPATCH
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-namespace avx2 {
-#define EAGLE2_VECTOR_BYTES 32
-#include "attention_kernel.h"
-#undef EAGLE2_VECTOR_BYTES
-}  // namespace avx2
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), \
-                             apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
-#endif
-namespace avx512 {
-#define EAGLE2_VECTOR_BYTES 64
-#include "attention_kernel.h"
-#undef EAGLE2_VECTOR_BYTES
-}  // namespace avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif  // EAGLE2_X86_DISPATCH
-
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-
-// What this CPU has, capped by ATEN_CPU_CAPABILITY as PyTorch's own kernels are.
-Isa detect_isa() {
-#ifdef EAGLE2_X86_DISPATCH
-  const char* cap = std::getenv("ATEN_CPU_CAPABILITY");
-  const bool any = cap == nullptr || std::strcmp(cap, "") == 0;
-  const bool up_to_avx512 = any || std::strncmp(cap, "avx512", 6) == 0;
-  const bool up_to_avx2 = up_to_avx512 || std::strcmp(cap, "avx2") == 0;
-  __builtin_cpu_init();
-  if (up_to_avx512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return Isa::kAvx512;
-  }
-  if (up_to_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
-    return Isa::kAvx2;
-  }
-#endif
-  return Isa::kBaseline;
+  }();
+  return chosen;
 }
 
-template <typename C>
-void attend_all(const AttentionParams& params) {
-  using A = std::conditional_t<std::is_same_v<C, double>, double, float>;
-  static const Isa isa = detect_isa();
+void attend_all(const AttentionParams& params, AttentionTask attend) {
   const int64_t requests = params.batch + (params.padding_rows > 0 ? 1 : 0);
   parallel_for(requests * params.kv_heads * params.splits, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      switch (isa) {
-#ifdef EAGLE2_X86_DISPATCH
-        case Isa::kAvx512:
-          avx512::attend<C, A>(params, task);
-          break;
-        case Isa::kAvx2:
-          avx2::attend<C, A>(params, task);
-          break;
-#endif
-        default:
-          baseline::attend<C, A>(params, task);
-      }
-    }
+    for (int64_t task = begin; task < end; ++task) attend(params, task);
   });
 }
 
@@ -445,17 +321,18 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                         tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
   }
 
+  const AttentionKernels& level = kernels();
   switch (k_cache.scalar_type()) {
     case ScalarType::Double:
-      return attend_all<double>(p);
+      return attend_all(p, level.float64);
     case ScalarType::Float:
-      return attend_all<float>(p);
+      return attend_all(p, level.float32);
     case ScalarType::Half:
-      return attend_all<c10::Half>(p);
+      return attend_all(p, level.float16);
     case ScalarType::BFloat16:
-      return attend_all<c10::BFloat16>(p);
+      return attend_all(p, level.bfloat16);
     case ScalarType::Float8_e4m3fn:
-      return attend_all<c10::Float8_e4m3fn>(p);
+      return attend_all(p, level.float8);
     default:
       fail("q: expected float64, float32, float16 or bfloat16, got ",
            torch::headeronly::toString(p.q_type));

@@ -1,6 +1,6 @@
-// The attention kernel, compiled once per instruction set: attention.cpp includes this file inside
-// a namespace of its own with the target's options switched on and EAGLE2_VECTOR_BYTES set. No
-// include guard, no includes.
+// The attention kernel, compiled once per level of isa.h: a source of each includes this file
+// inside a namespace of its own with the level's instructions switched on and EAGLE2_VECTOR_BYTES
+// set. No include guard, no includes.
 //
 // One task is (request, KV head, range of nodes). Its rows are node-major, then the query heads of
 // the group. C is the type of the caches (that of q and out, or float8), A that of the arithmetic.
@@ -20,6 +20,10 @@
 // vector lanes hold different keys or different elements, so that blocking, batching and order of
 // storage cannot touch a chain. The only sum across lanes (the softmax denominator of a chunk)
 // assigns lanes by position. Chunks merge in ascending order, one by one.
+
+namespace {
+
+using torch::headeronly::ScalarType;
 
 template <typename A>
 struct Vector;
@@ -955,3 +959,13 @@ void attend(const AttentionParams& p, int64_t task) {
     }
   }
 }
+
+}  // namespace
+
+extern const AttentionKernels kAttention = {
+    attend<double, double>,
+    attend<float, float>,
+    attend<c10::Half, float>,
+    attend<c10::BFloat16, float>,
+    attend<c10::Float8_e4m3fn, float>,
+};

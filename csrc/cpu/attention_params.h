@@ -66,4 +66,21 @@ struct Request {
   const int32_t* depths;  // of its slots, null: not given
 };
 
+// Task `task` of a call, of batch * kv_heads * splits (ragged: a request more where rows pad).
+using AttentionTask = void (*)(const AttentionParams&, int64_t task);
+
+// The kernels of one level of isa.h, by type of the caches. One file instantiates each level.
+struct AttentionKernels {
+  AttentionTask float64, float32, float16, bfloat16, float8;
+};
+namespace portable {
+extern const AttentionKernels kAttention;
+}
+namespace avx2 {
+extern const AttentionKernels kAttention;
+}
+namespace avx512 {
+extern const AttentionKernels kAttention;
+}
+
 }  // namespace eagle2

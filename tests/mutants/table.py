@@ -22,7 +22,8 @@ class Mutant:
     """``tests`` are pytest ids below tests/, separated by blanks, as are ``slugs``.
 
     ``quick`` puts it into the subset CI runs, ``hangs`` says that running on without end is how it
-    shows, ``needs`` names a module without which it cannot be tried.
+    shows, ``needs`` names a module without which it cannot be tried. ``isa`` is the EAGLE2_CPU_ISA
+    the tests run with: the level whose object is compiled again.
     """
 
     file: str
@@ -34,6 +35,7 @@ class Mutant:
     quick: bool = False
     hangs: bool = False
     needs: str = ""
+    isa: str = ""
 
     @property
     def name(self) -> str:
@@ -101,8 +103,8 @@ DRAFT = "eagle2_kernels/models/draft.py"
 
 
 def kernel(old: str, new: str, slugs: str, **more) -> Mutant:
-    """A mutant of the attention kernel."""
-    return Mutant(KERNEL, old, new, slugs, objects="attention", **more)
+    """A mutant of the attention kernel, at the level that compiles fastest."""
+    return Mutant(KERNEL, old, new, slugs, objects="attention_portable", isa="portable", **more)
 
 
 def tree(old: str, new: str, slugs: str, objects: str = "flatten", **more) -> Mutant:
@@ -244,7 +246,8 @@ ATTENTION_MUTANTS = [
         "position - entry * page_size}",
         "position & (page_size - 1)}",
         "odd_sizes",
-        objects="attention",
+        objects="attention_portable",
+        isa="portable",
     ),
     Mutant(
         "csrc/address.h",
@@ -323,6 +326,15 @@ ATTENTION_MUTANTS = [
         "positions[r, slot] = prefix_lens[r] + len(walk) - 1",
         "positions[r, slot] = prefix_lens.max() + len(walk) - 1",
         "ragged_batch_has_its_own_positions",
+    ),
+    Mutant(
+        "csrc/cpu/isa.cpp",
+        "if (isa <= best) return isa;",
+        "return isa <= best ? isa : best;",
+        "",
+        tests="test_isa.py::test_a_level_is_what_was_asked_for_or_an_error",
+        objects="isa",
+        quick=True,
     ),
     # What the oracle and the rules must see beyond the field's reports.
     kernel(

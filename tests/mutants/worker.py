@@ -94,7 +94,7 @@ def try_mutant(mutant: Mutant) -> Outcome:
         if mutant.objects and (problem := rebuild(mutant)):
             return Outcome("broken", problem, time.monotonic() - start)
         limit = CPU_LIMIT_HANGS if mutant.hangs else CPU_LIMIT
-        outcome = run_tests(killers(mutant), limit, first=True)
+        outcome = run_tests(killers(mutant), limit, first=True, isa=mutant.isa)
     finally:
         for place in places:
             place.write_text(original)
@@ -114,10 +114,8 @@ def rebuild(mutant: Mutant) -> str:
         command = _sources.commands[name].replace(
             f"{_sources.build_root}/csrc", f"{_here}/tree/csrc"
         )
-        # Half the time at -O1, which contracts what -O3 contracts, and half of that for one
-        # instruction set.
+        # Half the time at -O1, which contracts what -O3 contracts.
         words = ["-O1" if word == "-O3" else word for word in shlex.split(command)]
-        words.append("-DEAGLE2_BASELINE_ONLY")
         words[words.index("-o") + 1] = str(target)
         if "-MF" in words:
             words[words.index("-MF") + 1] = os.devnull
@@ -168,14 +166,14 @@ class Recorder:
             self.errors.append(report.nodeid)
 
 
-def run_tests(tests: list[str], cpu_limit: int, first: bool = False) -> Outcome:
+def run_tests(tests: list[str], cpu_limit: int, first: bool = False, isa: str = "") -> Outcome:
     """Run tests in a fork. killed: one failed; survived: all passed; hung; broken: none ran."""
     start = time.monotonic()
     result = _here / "result.json"
     result.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        run_pytest(tests, result, cpu_limit, first)
+        run_pytest(tests, result, cpu_limit, first, isa)
     while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() - start > TIMEOUT:
             os.killpg(child, signal.SIGKILL)
@@ -199,7 +197,7 @@ def run_tests(tests: list[str], cpu_limit: int, first: bool = False) -> Outcome:
     return Outcome("survived", f"{found['passed']} tests passed", seconds)
 
 
-def run_pytest(tests: list[str], result: Path, cpu_limit: int, first: bool) -> None:
+def run_pytest(tests: list[str], result: Path, cpu_limit: int, first: bool, isa: str) -> None:
     """The forked child: never returns."""
     try:
         os.setsid()
@@ -214,6 +212,8 @@ def run_pytest(tests: list[str], result: Path, cpu_limit: int, first: bool) -> N
         sys.dont_write_bytecode = True
         path = os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])])
         os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=path)
+        if isa:
+            os.environ["EAGLE2_CPU_ISA"] = isa
         sys.path.insert(0, site)
         os.chdir(_here / "tree")
         import pytest
