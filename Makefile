@@ -18,6 +18,7 @@ OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core tree_core_fuzz expan
 
 CPU := .venv
 CUDA := .venv-cuda
+OLD_HF := build/transformers-5.17
 PIP := -m pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md \
 	$(shell find csrc eagle2_kernels triton_kernels -type f ! -name '*.py[co]' ! -name '*.so' 2>/dev/null)
@@ -25,7 +26,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test mutants sanitize lint format bench load train cuda clean distclean
+.PHONY: setup demo test adapters mutants sanitize lint format bench load train cuda clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -36,6 +37,17 @@ demo: setup
 # The pytest script, not `python -m pytest`: that puts the checkout before the installed package.
 test: setup
 	$(CPU)/bin/pytest $(PYTEST_ARGS) tests
+
+# The suite runs the newest transformers; this, what depends on it with the oldest that is supported.
+adapters: setup $(OLD_HF)/.installed
+	PYTHONPATH="$(CURDIR)/$(OLD_HF)" $(CPU)/bin/python -P -c \
+		"import transformers as t; print('transformers', t.__version__); assert t.__version__ == '5.17.0'"
+	PYTHONPATH="$(CURDIR)/$(OLD_HF)" $(CPU)/bin/pytest $(PYTEST_ARGS) tests/test_integration_transformers.py tests/test_target.py
+
+$(OLD_HF)/.installed: requirements/transformers-5.17.txt $(CPU)/.base
+	rm -rf $(OLD_HF)
+	$(CPU)/bin/python $(PIP) install $(QUIET) --no-deps --target $(OLD_HF) -r $<
+	@touch $@
 
 # Plants each fault of tests/mutants/table.py in a scratch copy; the tests named for it must fail.
 mutants: setup

@@ -265,10 +265,12 @@ class EagleDecoder:
         config: TreeConfig | None = None,
         plain: bool = False,
         token_ids: bool = False,
+        logits: Sequence[list[Tensor]] | None = None,
     ) -> Iterator[Any]:
         """Yield each step's new text (token ids without a tokenizer); arguments of `generate`.
 
-        ``token_ids`` asks for ids in any case; it excludes ``stop``.
+        ``token_ids`` asks for ids in any case; it excludes ``stop``. ``logits`` holds one list per
+        request, to which each step appends the target's logits [tokens, V] behind its tokens.
 
         One prompt yields pieces, a list of prompts yields a list of pieces per step. A character
         whose bytes are not complete, and text that may turn out to begin a stop string, waits for a
@@ -280,7 +282,11 @@ class EagleDecoder:
         if token_ids and stop:
             raise ValueError("token_ids: expected no stop strings, which are looked for in text")
         follow = self.tokenizer is not None and not token_ids
-        batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, False, follow)
+        keep = logits is not None
+        batch = self._batch(prompts, max_new_tokens, sampling, stop, eos_token_ids, keep, follow)
+        if logits is not None:
+            for request, pieces in zip(batch.requests, logits, strict=True):
+                request.logits = pieces
         steps = self._plain_steps(batch, 1) if plain else self._tree_steps(batch, config)
         return _pieces(batch, steps)
 

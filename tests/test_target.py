@@ -332,7 +332,7 @@ def test_something_else_is_refused():
 def test_attention_outside_a_call_says_so():
     model = tiny_model()
     TargetModel(model)
-    model.config._attn_implementation = "eagle2_tree"
+    model.config._attn_implementation = "eagle2_slots"
     with pytest.raises(RuntimeError, match="inside TargetModel"):
         model(torch.tensor([[3, 4]]))
 

@@ -30,7 +30,7 @@ __all__ = ["SlotCache", "TargetModel", "load_target_model"]
 # The forward's attention has no entry in AttentionMaskInterface: transformers then builds no mask
 # (and skips a check for packed sequences that reads positions back to the host). The probe's
 # attention has one, which sees what mask every layer asks for.
-_ATTENTION = "eagle2_tree"
+_ATTENTION = "eagle2_slots"
 _PROBE = "eagle2_probe"
 _KEYWORD = "eagle2"
 
