@@ -1,4 +1,4 @@
-"""The ``eagle2`` command: generate, tree, train, info.
+"""The ``eagle2`` command: generate, tree, eval, tune, data, train, info.
 
 Every default is the recommended value. Errors a person can act on are one line on stderr and exit
 code 1; wrong usage is exit code 2.
@@ -14,6 +14,7 @@ import json
 import sys
 import textwrap
 import typing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,11 +24,14 @@ from rich.text import Text
 
 from ._version import __version__
 from .decode import SamplingParams, TreeConfig
+from .training.generate import DataConfig
+from .training.progress import ProgressBar
 from .training.trainer import TrainConfig
 
 if TYPE_CHECKING:
     from .compare import Comparison
     from .decode import EagleDecoder
+    from .evaluation import Evaluation
 
 app = typer.Typer(
     name="eagle2",
@@ -240,11 +244,11 @@ def _docs(kind: type) -> dict[str, str]:
     return docs
 
 
-def _train_parameters() -> list[inspect.Parameter]:
-    """One option per field of TrainConfig, with its default and its docstring as help."""
-    docs, hints = _docs(TrainConfig), typing.get_type_hints(TrainConfig)
+def _parameters(kind: type) -> inspect.Signature:
+    """One option per field of a configuration, with its default and its docstring as help."""
+    docs, hints = _docs(kind), typing.get_type_hints(kind)
     parameters = []
-    for field in dataclasses.fields(TrainConfig):
+    for field in dataclasses.fields(kind):
         if field.default is dataclasses.MISSING:
             continue
         required = field.default == ""
@@ -256,18 +260,198 @@ def _train_parameters() -> list[inspect.Parameter]:
                 annotation=Annotated[hints[field.name], typer.Option(help=docs.get(field.name))],
             )
         )
-    return parameters
+    return inspect.Signature(parameters)
 
 
 def _train(**options: Any) -> None:
     """Train a draft head on text the target wrote."""
+    from .training.plot import read_log
     from .training.trainer import train
 
-    console.print(f"head saved to {train(TrainConfig(**options))}")
+    config = TrainConfig(**options)
+    directory = train(config)
+    _, validation = read_log(Path(config.work_dir) / "log.jsonl")
+    best = max(validation, key=lambda row: row["accept_length"])
+    console.print(
+        f"best validation: accept length {best['accept_length']:.3f}, top 1 {best['top1']:.3f}, "
+        f"top 4 {best['top4']:.3f} at step {best['step']}"
+    )
+    done = validation[-1]["step"] >= config.steps or config.patience
+    console.print(
+        f"head saved to {directory}" if done else f"stopped early; resume {config.work_dir}"
+    )
 
 
-_train.__signature__ = inspect.Signature(_train_parameters())  # type: ignore[attr-defined]
+def _data(**options: Any) -> None:
+    """Let the target write training text for a head."""
+    from .training.generate import write_text
+
+    with ProgressBar() as progress:
+        count, tokens = write_text(DataConfig(**options), progress)
+    console.print(f"{count} conversations, {tokens} tokens written to {options['output']}")
+
+
+_train.__signature__ = _parameters(TrainConfig)  # type: ignore[attr-defined]
+_data.__signature__ = _parameters(DataConfig)  # type: ignore[attr-defined]
 app.command("train")(_train)
+app.command("data")(_data)
+
+
+@app.command("eval")
+def evaluate_prompts(
+    prompts: Annotated[
+        str, typer.Option(help='A .jsonl file of {"prompt": text, "category"?: text}.')
+    ],
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First prompts only.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Every N-th prompt only.")] = 1,
+    max_new_tokens: MaxNewTokens = 128,
+    max_nodes: MaxNodes = None,
+    tree_top_k: TopK = None,
+    max_depth: MaxDepth = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Repeatable. Default: 0 and 1.")
+    ] = None,
+    hugging_face: Annotated[
+        bool, typer.Option(help="Also run the model's own generate, plain and prompt lookup.")
+    ] = True,
+    assistant: Annotated[
+        str | None,
+        typer.Option(help="A smaller model for Hugging Face's assisted generation beside these."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Prompt i of the sampled runs has seed + i.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    csv: Annotated[str | None, typer.Option(help="Append the rows to this file.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Draw histogram and categories here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure accept length and speed over a prompt set, beside plain decoding."""
+    import torch
+
+    from . import evaluation
+
+    if threads:
+        torch.set_num_threads(threads)
+    chosen = evaluation.read_prompts(prompts)[::every][:limit]
+    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
+    helper = None
+    if assistant is not None:
+        from transformers import AutoModelForCausalLM
+
+        helper = AutoModelForCausalLM.from_pretrained(assistant, dtype=decoder.target.dtype).eval()
+    with ProgressBar() as progress:
+        found = evaluation.evaluate(
+            decoder,
+            [(_encode(decoder, p.text, raw=False), p.category) for p in chosen],
+            max_new_tokens=max_new_tokens,
+            temperatures=temperature or (0.0, 1.0),
+            hugging_face=hugging_face,
+            assistant=helper,
+            seed=seed,
+            progress=lambda done, total: progress(done, total, "prompts"),
+        )
+    shape = dataclasses.asdict(decoder.config)
+    dtype_name = str(decoder.target.dtype).removeprefix("torch.")
+    common = {"file": Path(prompts).name, "dtype": dtype_name, **shape}
+    if csv is not None:
+        evaluation.append_csv(found, csv, common | {"max_new_tokens": max_new_tokens})
+    if plot is not None:
+        evaluation.plot(found, plot)
+    if as_json:
+        _print_json(**common, rows=found.as_dicts())
+    else:
+        _print_evaluation(found, common)
+    if any(row.different for row in found.rows):
+        typer.echo("eagle2: tree and plain tokens differ where rounding may part them", err=True)
+
+
+def _print_evaluation(found: Evaluation, common: dict[str, Any]) -> None:
+    import torch
+
+    table = Table(
+        title=f"{common['file']}, {common['dtype']}, {torch.get_num_threads()} threads, tree of "
+        f"{common['max_nodes']} nodes (top_k {common['top_k']}, max_depth {common['max_depth']})"
+    )
+    for name in ("temperature", "category", "decoding"):
+        table.add_column(name)
+    for name in ("prompts", "tokens", "accept length", "tokens/s", "x plain", "differ"):
+        table.add_column(name, justify="right")
+    for row in found.as_dicts():
+        tau = row["accept_length"]
+        table.add_row(
+            f"{row['temperature']:g}",
+            row["category"],
+            row["provider"],
+            str(row["prompts"]),
+            str(row["new_tokens"]),
+            "" if tau is None else f"{tau:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}",
+            str(row["different"]),
+        )
+    console.print(table)
+
+
+@app.command("tune")
+def tune_tree(
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    dtype: DtypeOption = None,
+    prompts: Annotated[
+        str | None, typer.Option(help='A .jsonl file of {"prompt": text} like your traffic.')
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="First prompts only.")] = 8,
+    max_depth: Annotated[int, typer.Option(min=1, help="Deepest tree considered.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=4)] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each step.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Draw the curve here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Find the tree with the most expected tokens per second on this machine."""
+    import torch
+
+    from . import evaluation, tune
+
+    if threads:
+        torch.set_num_threads(threads)
+    asked = None
+    if prompts is not None:
+        asked = [p.text for p in evaluation.read_prompts(prompts)[:limit]]
+    decoder = _load(target, draft, dtype, None, None, None)
+    found = tune.tune(
+        decoder,
+        asked,
+        max_depth=max_depth,
+        max_new_tokens=max_new_tokens,
+        rounds=rounds,
+        progress=lambda text: typer.echo(f"{text} ...", err=True),
+    )
+    if plot is not None:
+        tune.plot(found, plot)
+    if as_json:
+        _print_json(**tune.as_dict(found))
+        return
+    table = Table(title=f"plain decoding: {1 / found.plain_seconds:.1f} tokens/s")
+    for name in ("max_nodes", "top_k", "max_depth", "accept length", "ms a step", "tokens/s"):
+        table.add_column(name, justify="right")
+    for row in found.rows[:10]:
+        table.add_row(
+            str(row.max_nodes),
+            str(row.top_k),
+            str(row.max_depth),
+            f"{row.accept_length:.2f}",
+            f"{1e3 * row.seconds:.1f}",
+            f"{row.tokens_per_second:.1f}",
+        )
+    console.print(table)
+    best = found.best
+    console.print(
+        f"best: --max-nodes {best.max_nodes} --tree-top-k {best.top_k} "
+        f"--max-depth {best.max_depth}, {found.speedup:.2f} times plain decoding expected"
+    )
 
 
 @app.callback(invoke_without_command=True)

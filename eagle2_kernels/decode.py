@@ -88,6 +88,16 @@ class TreeConfig:
         for name in ("max_nodes", "top_k", "max_depth"):
             check_count(name, getattr(self, name))
 
+    @classmethod
+    def auto(cls, decoder: EagleDecoder, prompts: Sequence[Any] | None = None) -> TreeConfig:
+        """Measure the shape with the most expected tokens per second on this machine; see `tune`.
+
+        Takes about a minute on a CPU; ``prompts`` are a few like those that will be asked.
+        """
+        from .tune import tune
+
+        return tune(decoder, prompts).best
+
     @property
     def num_candidates(self) -> int:
         """Candidates of all levels: K + (max_depth - 1) K^2."""

@@ -7,6 +7,7 @@ can do and how many threads there are. It looks; it changes nothing and sends no
 from __future__ import annotations
 
 import ctypes
+import datetime
 import json
 import os
 import platform
@@ -75,6 +76,18 @@ def collect() -> dict[str, dict[str, object]]:
         "cpu": _cpu(),
         "gpu": _gpus(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def provenance() -> dict[str, str]:
+    """Date, versions, CPU and threads: what a measured row needs beside its figure."""
+    cpu = _cpu()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "version": __version__,
+        "torch": torch.__version__,
+        "cpu": f"{cpu['model']} ({cpu['torch_capability']})",
+        "threads": str(cpu["torch_threads"]),
     }
 
 

@@ -79,7 +79,6 @@ def test_a_filter_that_matches_nothing_is_said(bench, capsys):
 
 
 def test_charts_of_saved_rows(bench, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     run, runner = bench
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
     import plot

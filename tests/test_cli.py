@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from eagle2_kernels import cli, ops
 from eagle2_kernels.compare import Comparison, Difference, first_difference
+from eagle2_kernels.training.generate import DataConfig
 from eagle2_kernels.training.trainer import TrainConfig
 
 runner = CliRunner()
@@ -41,9 +42,10 @@ def test_info_ops_is_the_table():
     assert [row["name"] for row in rows] == [op.name for op in ops.OPS]
 
 
-def test_train_has_an_option_for_every_field_of_the_config():
-    options = invoke("train", "--help").stdout
-    for field in dataclasses.fields(TrainConfig):
+@pytest.mark.parametrize(("command", "kind"), [("train", TrainConfig), ("data", DataConfig)])
+def test_there_is_an_option_for_every_field_of_the_config(command, kind):
+    options = invoke(command, "--help").stdout
+    for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
             assert "--" + field.name.replace("_", "-") in options, field.name
 
@@ -60,6 +62,8 @@ def test_train_has_an_option_for_every_field_of_the_config():
         (["generate", "   "], "expected some text"),
         (["generate", "hi", "--max-new-tokens", "0"], "greater than or equal to 1"),
         (["train"], "--data"),
+        (["data"], "--output"),
+        (["eval"], "--prompts"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )

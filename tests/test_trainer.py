@@ -1,7 +1,12 @@
 """Training: data, features, losses, the tree estimate, and exact resume."""
 
 import gzip
+import itertools
 import json
+import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from eagle2_kernels.training.data import (
     target_features,
 )
 from eagle2_kernels.training.evaluate import TreeShape, accept_length, accepted_at, walk
+from eagle2_kernels.training.plot import plot_log, read_log
 from eagle2_kernels.training.trainer import (
     loss_rows,
     own_cross_entropy,
@@ -362,6 +368,157 @@ def test_resumed_run_equals_an_uninterrupted_one(both_kinds, tmp_path, kind, noi
     theirs = dict(resumed.head.named_parameters())
     for name, p in whole.head.named_parameters():
         assert torch.equal(p, theirs[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_rate_warms_up_stays_and_decays(target, conversations, tmp_path, schedule):
+    config = settings(tmp_path, steps=100, warmup_steps=10, decay_fraction=0.5, schedule=schedule)
+    trainer = Trainer(config, target, conversations)
+    rate = [trainer.rate(step) / config.learning_rate for step in range(101)]
+    assert rate[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rate[10:51] == pytest.approx([1.0] * 41)
+    # Half of the way down in the middle of the decay, both ways; a fiftieth at the end.
+    assert rate[75] == pytest.approx(0.51 if schedule == "cosine" else 0.5)
+    early = {"linear": 0.9, "cosine": 0.02 + 0.98 * (1 + math.cos(0.1 * math.pi)) / 2}
+    assert rate[55] == pytest.approx(early[schedule])
+    assert rate[100] == pytest.approx(0.02)
+
+
+def test_the_moving_average_is_what_ships(target, conversations, tmp_path):
+    trainer = Trainer(settings(tmp_path / "a", ema=0.5, steps=4), target, conversations)
+    seen = []
+    descend = trainer._descend
+
+    def spy(groups):
+        out = descend(groups)
+        seen.append(trainer.head.fc.weight.detach().clone())
+        return out
+
+    trainer._descend = spy
+    trainer.start()
+    start = trainer.head.fc.weight.detach().clone()
+    trainer.run()
+    average = start
+    for step, weight in enumerate(seen, 1):
+        keep = min(0.5, (1 + step) / (10 + step))
+        average = keep * average + (1 - keep) * weight
+    torch.testing.assert_close(trainer.average["fc.weight"], average)
+    shipped = trainer._shipped()
+    assert torch.equal(shipped.fc.weight, trainer.average["fc.weight"])
+    assert not torch.equal(shipped.fc.weight, trainer.head.fc.weight)
+    # And survives an interruption.
+    for more in ({"stop_after": 2}, {"resume": True}):
+        again = Trainer(settings(tmp_path / "b", ema=0.5, steps=4, **more), target, conversations)
+        again.run()
+    for name, value in trainer.average.items():
+        assert torch.equal(value, again.average[name]), name
+
+
+def test_accumulated_batches_make_the_gradient_of_their_mean(target, conversations, tmp_path):
+    whole = settings(tmp_path, accumulate=3, steps=2, ridge_tokens=0)
+    trainer = Trainer(whole, target, conversations)
+    groups = next(trainer._schedule())
+    assert len(groups) == 3
+    losses = [trainer.loss(group) for group in groups]
+    wanted = torch.autograd.grad(sum(losses) / 3, trainer.head.fc.weight)[0]
+    norm = torch.nn.utils.clip_grad_norm_
+    seen = []
+
+    def spy(parameters, limit):
+        seen.append(trainer.head.fc.weight.grad.clone())
+        return norm(parameters, limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+        trainer.run()
+    torch.testing.assert_close(seen[0], wanted)
+    order = itertools.chain(*(batches(trainer.training, 4, epoch, 0) for epoch in (0, 1)))
+    used = [trainer.training[i] for group in itertools.islice(order, 6) for i in group]
+    assert trainer.step == 2 and trainer.tokens_seen == sum(map(len, used))
+
+
+def test_early_stop_keeps_the_best_head(target, conversations, tmp_path, monkeypatch):
+    figures = iter([1.0, 1.5, 1.4, 1.3, 9.0])
+    monkeypatch.setattr(
+        Trainer, "validate", lambda self: {"accept_length": next(figures), "top1": 0, "top4": 0}
+    )
+    config = settings(tmp_path, steps=100, eval_every=3, patience=2)
+    trainer = Trainer(config, target, conversations)
+    weights = {}
+    judge = trainer._judge
+
+    def spy(found):
+        judge(found)
+        weights[trainer.step] = trainer.head.fc.weight.detach().to(torch.bfloat16)
+
+    trainer._judge = spy
+    trainer.run()
+    assert trainer.step == 9 and trainer.finished and trainer.best == 1.5
+    best = EagleHead.from_pretrained(tmp_path / "best", target=target)
+    assert torch.equal(best.fc.weight.to(torch.bfloat16), weights[3])
+    assert not torch.equal(weights[3], weights[9])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "step"}, "schedule: expected linear or cosine, got 'step'"),
+        ({"ema": 1.0}, "ema: expected a decay"),
+        ({"accumulate": 0}, "accumulate: expected at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_named(target, conversations, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer(settings(tmp_path, **options), target, conversations)
+
+
+PROCESS = """
+import sys
+from eagle2_kernels.training import TrainConfig, train
+work, data, target, accumulate = sys.argv[1:]
+train(TrainConfig(data=data, target=target, work_dir=work, output=work + "/head", threads=1,
+    draft_vocab_size=32, held_out=3, max_tokens=0, steps=3, batch_size=4, warmup_steps=1,
+    learning_rate=3e-3, ridge_tokens=100, eval_every=3, accumulate=int(accumulate)))
+"""
+
+
+def test_two_processes_train_what_one_does_that_accumulates(target, conversations, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    data = write(tmp_path / "text.jsonl", conversations)
+    (tmp_path / "run.py").write_text(PROCESS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    heads = []
+    for command, count in (([sys.executable], 2), (launch, 1)):
+        work = tmp_path / f"work{count}"
+        arguments = [tmp_path / "run.py", work, data, tmp_path / "target", count]
+        run = subprocess.run(
+            [*command, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        log = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+        heads.append((EagleHead.from_pretrained(work / "head", target=target), log))
+    (one, log), (two, other) = heads
+    assert [(r["step"], r["event"]) for r in log] == [(r["step"], r["event"]) for r in other]
+    assert log[-1]["tokens_seen"] == other[-1]["tokens_seen"]
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=name)
+
+
+def test_the_curve_has_each_step_once(tmp_path):
+    rows = [{"step": s, "event": "train", "entropy": [4.0 - s], "tokens_seen": s} for s in (1, 2)]
+    rows += [{"step": 2, "event": "validation", "accept_length": 1.5, "tokens_seen": 2}]
+    rows += [{"step": 2, "event": "train", "entropy": [1.9], "tokens_seen": 2}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    training, validation = read_log(tmp_path / "log.jsonl")
+    assert [r["entropy"] for r in training] == [[3.0], [1.9]] and len(validation) == 1
+    assert plot_log(tmp_path / "log.jsonl", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
 def test_a_used_work_directory_needs_resume(target, conversations, tmp_path):

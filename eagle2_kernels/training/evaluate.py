@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from eagle2_kernels.models.heads import EagleHead
 from eagle2_kernels.training.data import Conversation, target_features
 
-__all__ = ["TreeShape", "accept_length", "accepted_at", "walk"]
+__all__ = ["TreeShape", "accept_length", "accepted_at", "accepted_of", "path_ranks", "walk"]
+
+# Rank of a token that no candidate proposes.
+_ABSENT = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,6 @@ def accept_length(
     return tokens / max(forwards, 1)
 
 
-@torch.no_grad()
 def accepted_at(
     head: EagleHead, tokens: Tensor, features: Tensor, first_root: int, shape: TreeShape
 ) -> Tensor:
@@ -55,7 +57,32 @@ def accepted_at(
     its frontier (by cumulative log-probability), the best max_nodes - 1 candidates of all levels
     stay. Accepted is the longest prefix of tokens[root + 1:] that the tree holds.
     """
-    k, c = shape.top_k, head.config
+    ranks = path_ranks(head, tokens, features, first_root, shape.top_k, shape.max_depth)
+    return accepted_of(ranks, shape.max_nodes, shape.max_depth)
+
+
+def accepted_of(ranks: Tensor, max_nodes: int, max_depth: int) -> Tensor:
+    """`accepted_at` of a smaller tree, from the `path_ranks` of one at least as deep."""
+    # A parent never ranks behind its child, so a kept on-path node has its ancestors kept.
+    return (ranks[max_depth - 1] < max_nodes - 1).sum(dim=-1)
+
+
+@torch.no_grad()
+def path_ranks(
+    head: EagleHead,
+    tokens: Tensor,
+    features: Tensor,
+    first_root: int,
+    top_k: int,
+    max_depth: int,
+) -> Tensor:
+    """Where the text stands among the candidates of trees of every depth up to ``max_depth``.
+
+    Arguments as in `accepted_at` -> int64 [max_depth, T - 1 - first_root, max_depth]: entry
+    [d - 1, r, l - 1] is the rank of tokens[root + l] among the candidates of levels 1 .. d (0 is
+    the best; ties by order), as a child of the text's own path; a large number where it is none.
+    """
+    k, c = top_k, head.config
     roots = torch.arange(first_root, tokens.numel() - 1, device=tokens.device)
     n, group = roots.numel(), c.num_attention_heads // c.num_key_value_heads
     scale = c.head_dim**-0.5
@@ -91,7 +118,7 @@ def accepted_at(
     trail_k: list[Tensor] = []
     trail_v: list[Tensor] = []
     beam_ids, beam_scores, beam_path = ids, scores, on_path
-    for level in range(1, shape.max_depth):
+    for level in range(1, max_depth):
         x = head.inputs(beam_ids, parent_hidden)
         q, kk, vv = head.project_qkv(x, (roots + level - 1)[:, None])
         kk, vv = (t.repeat_interleave(group, dim=2) for t in (kk, vv))  # [n, k, Hq, D]
@@ -116,12 +143,18 @@ def accepted_at(
         parent_hidden = hidden.gather(1, parent[..., None].expand(-1, -1, hidden.shape[-1]))
         trail_k = [t.gather(1, parent[..., None, None].expand_as(t)) for t in trail_k]
         trail_v = [t.gather(1, parent[..., None, None].expand_as(t)) for t in trail_v]
-    flat = torch.cat(all_scores, dim=1)
-    room = min(shape.max_nodes - 1, flat.shape[1])
-    kept = torch.zeros_like(flat, dtype=torch.bool)
-    kept.scatter_(1, flat.topk(room, dim=-1).indices, True)
-    # A parent never scores below its child, so a kept on-path node has its ancestors kept.
-    return (torch.cat(hits, dim=1) & kept).sum(dim=1)
+    ranks = torch.full((max_depth, n, max_depth), _ABSENT, device=x.device)
+    flat, hit = torch.cat(all_scores, dim=1), torch.cat(hits, dim=1)
+    sizes = [part.shape[1] for part in all_scores]
+    for depth in range(1, max_depth + 1):
+        order = flat[:, : sum(sizes[:depth])].argsort(dim=1, descending=True, stable=True)
+        place = order.argsort(dim=1)
+        for level, (ranked, found) in enumerate(
+            zip(place.split(sizes[:depth], dim=1), hit.split(sizes, dim=1), strict=False)
+        ):
+            # At most one candidate of a level continues the text.
+            ranks[depth - 1, :, level] = ranked.masked_fill(~found, _ABSENT).amin(dim=1)
+    return ranks
 
 
 def _matches(ids: Tensor, tokens: Tensor, roots: Tensor, depth: int) -> Tensor:

@@ -3,14 +3,18 @@
 The head learns the target's distribution at every response position, from true features and from
 its own (the recursive levels a tree needs). An EAGLE-2 head starts from the closed-form regression
 of the next feature on [embedding, feature], an EAGLE-3 head from the target's lm_head. The run
-writes checkpoints and resumes exactly.
+writes checkpoints and resumes exactly. Under ``accelerate launch`` every process takes its share
+of a step's batches and the gradients are averaged.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,6 +36,8 @@ from eagle2_kernels.training.data import (
     split,
 )
 from eagle2_kernels.training.evaluate import TreeShape, accepted_at, walk
+from eagle2_kernels.training.plot import plot_log
+from eagle2_kernels.training.progress import ProgressBar
 
 __all__ = ["TrainConfig", "Trainer", "ridge_start", "soft_cross_entropy", "train"]
 
@@ -47,9 +53,9 @@ class TrainConfig:
     kind: str = "eagle2"
     """The head's kind, "eagle2" or "eagle3"; the latter needs a target of 7 layers or more."""
     output: str = "head"
-    """Directory the finished head is written to (config.json, model.safetensors)."""
+    """Directory for the head that validated best (config.json, model.safetensors)."""
     work_dir: str = "train-work"
-    """Checkpoints, cached features and log.jsonl."""
+    """Checkpoints, cached features, log.jsonl, and the best head so far in best/."""
     resume: bool = False
     """Continue from the work directory's checkpoint; otherwise a run in it is an error."""
     draft_vocab_size: int = 8192
@@ -62,7 +68,9 @@ class TrainConfig:
     steps: int = 2000
     """Optimizer steps in all."""
     batch_size: int = 8
-    """Conversations a step."""
+    """Conversations a batch."""
+    accumulate: int = 1
+    """Batches a process takes per optimizer step."""
     unroll: int = 2
     """Draft levels trained: 1 from true features only, more from the head's own."""
     unroll_from: int = 500
@@ -70,11 +78,17 @@ class TrainConfig:
     unroll_weight: float = 0.8
     """Loss weight of each level relative to the one before."""
     learning_rate: float = 4e-4
-    """Peak rate of AdamW: linear warmup, flat, then linear decay to a fiftieth."""
+    """Peak rate of AdamW: linear warmup, flat, then decay to a fiftieth."""
     warmup_steps: int = 30
     """Steps of linear warmup."""
+    schedule: str = "linear"
+    """How the rate decays: "linear" or "cosine"."""
     decay_fraction: float = 0.4
-    """Last part of the run in which the rate decays. The flat middle lets a run be lengthened."""
+    """Last part of the run in which the rate decays; 1 for all of it. A flat start lets a run be
+    lengthened."""
+    ema: float = 0.0
+    """Decay of a moving average of the weights, which is then what is validated and shipped; 0 is
+    off. The average of step t starts at min(ema, (1 + t) / (10 + t))."""
     weight_decay: float = 0.01
     """Decoupled weight decay of the matrices."""
     clip_norm: float = 1.0
@@ -89,6 +103,8 @@ class TrainConfig:
     """Ridge penalty, relative to each input's sum of squares."""
     eval_every: int = 400
     """Steps between validations (and one at the end)."""
+    patience: int = 0
+    """Validations in a row without a longer accept length that end the run early; 0 is off."""
     checkpoint_minutes: float = 3.0
     """Minutes between checkpoints; one is also written at the end."""
     threads: int | None = None
@@ -233,8 +249,14 @@ class Trainer:
         conversations: Sequence[Conversation],
         *,
         eos_ids: Sequence[int] = (),
+        accelerator: Any = None,
     ) -> None:
         self.config = c = config
+        _check(c)
+        self.accelerator = accelerator
+        self.rank, self.processes = 0, 1
+        if accelerator is not None:
+            self.rank, self.processes = accelerator.process_index, accelerator.num_processes
         self.target = target.eval().requires_grad_(False)
         self.work = Path(c.work_dir)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -252,13 +274,13 @@ class Trainer:
             everything, _ = split(conversations, c.held_out, None, c.seed)
             vocab = draft_vocabulary(everything, c.draft_vocab_size, eos_ids)
         # Master weights in float32; the forward runs in bfloat16 under autocast.
-        if c.kind not in _KINDS:
-            raise ValueError(f"kind: expected {' or '.join(_KINDS)}, got {c.kind!r}")
         self.head = _KINDS[c.kind].from_target(target, vocab, dtype=torch.float32, seed=c.seed)
         self.device = target.get_input_embeddings().weight.device
         taps = self.head.taps(target.config.get_text_config().num_hidden_layers)
-        self.cache = FeatureCache(self.training, target, self.work, "train", taps)
-        self.held_out = FeatureCache(self.validation, target, self.work, "valid", taps)
+        # A process keeps the features of the conversations it meets.
+        mine = f"-{self.rank}" if self.processes > 1 else ""
+        self.cache = FeatureCache(self.training, target, self.work, f"train{mine}", taps)
+        self.held_out = FeatureCache(self.validation, target, self.work, f"valid{mine}", taps)
         # The target's lm_head rows of the draft vocabulary: what its features are read with.
         self.rows = target.get_output_embeddings().weight.detach()
         if self.head.draft_to_target is not None:
@@ -274,16 +296,28 @@ class Trainer:
             betas=(0.9, 0.95),
         )
         self.step, self.tokens_seen, self.seconds = 0, 0, 0.0
+        self.best, self.stale = -1.0, 0
+        self.average: dict[str, Tensor] | None = None
+        if c.ema:
+            self.average = {n: p.detach().clone() for n, p in self.head.named_parameters()}
         self._argmax: dict[int, Tensor] = {}
         if c.resume and self.checkpoint.is_file():
             self._load()
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or validation has stopped improving."""
+        c = self.config
+        return self.step >= c.steps or bool(c.patience and self.stale >= c.patience)
+
     def rate(self, step: int) -> float:
-        """Learning rate of a step: warmup, flat, linear decay to a fiftieth of the peak."""
+        """Learning rate of a step: warmup, flat, decay to a fiftieth of the peak."""
         c = self.config
         warm = min(1.0, (step + 1) / max(1, c.warmup_steps))
-        left = (c.steps - step) / max(1.0, c.decay_fraction * c.steps)
-        return c.learning_rate * warm * min(1.0, max(0.02, left))
+        left = min(1.0, (c.steps - step) / max(1.0, c.decay_fraction * c.steps))
+        if c.schedule == "cosine":
+            left = 0.02 + 0.98 * (1 - math.cos(math.pi * left)) / 2
+        return c.learning_rate * warm * max(0.02, left)
 
     def start(self) -> None:
         """Closed-form start from the first conversations of epoch 0 (their features are kept)."""
@@ -338,29 +372,23 @@ class Trainer:
         if self.step == 0:
             if c.ridge_tokens and c.kind == "eagle2":
                 self.start()
-            self.validate()
+                self._start_average()
+            self._judge(self.validate())
             self.save_checkpoint()
         self.head.train()
         last_save = began = time.monotonic()
         before = self.seconds
         end = c.steps if c.stop_after is None else min(c.steps, c.stop_after)
-        for indices in self._schedule():
-            if self.step >= end:
+        for groups in self._schedule():
+            if self.step >= end or self.finished:
                 break
-            noise = torch.Generator().manual_seed(c.seed * 1_000_003 + self.step)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(self.step)
-            loss = self.loss(indices, noise)
-            if not math.isfinite(loss.item()):
-                raise FloatingPointError(f"loss is {loss.item()} at step {self.step}")
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.head.parameters(), c.clip_norm)
-            self.optimizer.step()
+            entropy, near, norm = self._descend(groups)
             self.step += 1
-            self.tokens_seen += sum(len(self.training[i]) for i in indices)
+            self._average_weights()
+            self.tokens_seen += sum(len(self.training[i]) for group in groups for i in group)
             self.seconds = before + time.monotonic() - began
-            entropy, near = self._parts
             if progress is not None:
                 text = " ".join(f"{v:.3f}" for v in entropy.tolist())
                 progress(self.step, c.steps, f"loss {text} | {self.tokens_seen / 1e6:.2f} M tokens")
@@ -369,16 +397,63 @@ class Trainer:
                     event="train",
                     entropy=[round(v, 4) for v in entropy.tolist()],
                     smooth_l1=[round(v, 4) for v in near.tolist()],
-                    grad_norm=round(float(norm), 3),
+                    grad_norm=round(norm, 3),
                     rate=self.rate(self.step - 1),
                 )
             if self.step % c.eval_every == 0 or self.step == c.steps:
-                self.validate()
+                self._judge(self.validate())
             if time.monotonic() - last_save > 60 * c.checkpoint_minutes:
                 self.save_checkpoint()
                 last_save = time.monotonic()
         self.save_checkpoint()
         return self.head
+
+    def _descend(self, groups: Sequence[list[int]]) -> tuple[Tensor, Tensor, float]:
+        """One optimizer step over these batches, this process taking its share.
+
+        Returns cross-entropy and smooth-L1 by level (of the share), and the gradient's norm.
+        """
+        c = self.config
+        first = self.rank * c.accumulate
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = []
+        for i in range(first, first + c.accumulate):
+            count = self.step * len(groups) + i
+            noise = torch.Generator().manual_seed(c.seed * 1_000_003 + count)
+            loss = self.loss(groups[i], noise)
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(f"loss is {loss.item()} at step {self.step}")
+            (loss / c.accumulate).backward()
+            parts.append(self._parts)
+        if self.processes > 1:
+            for p in self.head.parameters():
+                p.grad = self.accelerator.reduce(p.grad, "mean")
+        norm = nn.utils.clip_grad_norm_(self.head.parameters(), c.clip_norm)
+        self.optimizer.step()
+        entropy, near = (torch.stack(part).mean(0) for part in zip(*parts, strict=True))
+        return entropy, near, float(norm)
+
+    @torch.no_grad()
+    def _start_average(self) -> None:
+        if self.average is not None:
+            for name, p in self.head.named_parameters():
+                self.average[name].copy_(p)
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        if self.average is not None:
+            keep = min(self.config.ema, (1 + self.step) / (10 + self.step))
+            for name, p in self.head.named_parameters():
+                self.average[name].lerp_(p, 1 - keep)
+
+    def _judge(self, figures: dict[str, float]) -> None:
+        """Keep the head in best/ when its accept length is the longest so far."""
+        if figures["accept_length"] > self.best:
+            self.best, self.stale = figures["accept_length"], 0
+            if self.rank == 0:
+                self._shipped().save(self.work / "best")
+        else:
+            self.stale += 1
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -431,29 +506,44 @@ class Trainer:
         head = type(self.head)(
             self.head.config, self.head.draft_to_target, dtype=dtype, device=self.device
         )
-        head.load_state_dict(self.head.state_dict())
+        head.load_state_dict(self.head.state_dict() | (self.average or {}))
         return head.bind(self.target).eval()
 
-    def _schedule(self) -> Iterator[list[int]]:
-        """Batches from the current step on; the order depends on seed and step only."""
-        per_epoch = math.ceil(len(self.training) / self.config.batch_size)
-        epoch, skip = divmod(self.step, per_epoch)
+    def _schedule(self) -> Iterator[list[list[int]]]:
+        """Batches of each step from the current one on, those of all processes.
+
+        The order depends on seed and step only.
+        """
+        c = self.config
+        size = c.accumulate * self.processes
+        per_epoch = math.ceil(len(self.training) / c.batch_size)
+        epoch, skip = divmod(self.step * size, per_epoch)
+        taken: list[list[int]] = []
         while True:
-            groups = list(batches(self.training, self.config.batch_size, epoch, self.config.seed))
-            per_epoch = len(groups)
-            yield from groups[skip:]
+            for group in itertools.islice(
+                batches(self.training, c.batch_size, epoch, c.seed), skip, None
+            ):
+                taken.append(group)
+                if len(taken) == size:
+                    yield taken
+                    taken = []
             epoch, skip = epoch + 1, 0
 
     def save_checkpoint(self) -> None:
         """Write head, optimizer and counters atomically; flush the cached features first."""
         self.cache.flush()
         self.held_out.flush()
+        if self.rank:
+            return
         state = {
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "seconds": self.seconds,
+            "best": self.best,
+            "stale": self.stale,
+            "average": self.average,
             "config": asdict(self.config),
         }
         temporary = self.checkpoint.with_suffix(".tmp")
@@ -463,8 +553,8 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         # What decides the data order may not change in mid-run.
-        fixed = ["seed", "batch_size", "held_out", "draft_vocab_size", "kind"]
-        then, now = {"kind": "eagle2"} | state["config"], asdict(self.config)
+        fixed = ["seed", "batch_size", "accumulate", "held_out", "draft_vocab_size", "kind"]
+        then, now = {"kind": "eagle2", "accumulate": 1} | state["config"], asdict(self.config)
         if (now["max_tokens"] or math.inf) < (then["max_tokens"] or math.inf):
             fixed.append("max_tokens")
         changed = [f"{k} ({then[k]!r} -> {now[k]!r})" for k in fixed if then[k] != now[k]]
@@ -474,16 +564,38 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.seconds = state["seconds"]
+        self.best, self.stale = state.get("best", -1.0), state.get("stale", 0)
+        if self.average is not None:
+            # A run that averages from here on starts with what it has.
+            self._start_average()
+            self.average.update(state.get("average") or {})
 
     def _log(self, **row: Any) -> None:
+        if self.rank:
+            return
         row = {"step": self.step, "tokens_seen": self.tokens_seen, **row}
         row["seconds"] = round(self.seconds, 1)
         with (self.work / "log.jsonl").open("a") as log:
             log.write(json.dumps(row) + "\n")
 
 
+def _check(c: TrainConfig) -> None:
+    for name, allowed in (("kind", tuple(_KINDS)), ("schedule", ("linear", "cosine"))):
+        if getattr(c, name) not in allowed:
+            raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {getattr(c, name)!r}")
+    for name in ("steps", "batch_size", "accumulate", "eval_every", "unroll"):
+        if getattr(c, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {getattr(c, name)}")
+    if not 0 <= c.ema < 1:
+        raise ValueError(f"ema: expected a decay in [0, 1), got {c.ema}")
+
+
 def train(config: TrainConfig) -> Path:
     """Run a training from files to a saved head, with a progress bar; return the head's directory.
+
+    When the run has `finished`, the head that validated best is in that directory; a plot of loss
+    and accept length, where matplotlib is installed, in ``work_dir``/curve.png. Started by
+    ``accelerate launch``, the processes share the steps' batches.
 
     Raises FileNotFoundError for missing data, FileExistsError for a used work directory without
     `resume`, ValueError for settings that do not fit.
@@ -494,13 +606,21 @@ def train(config: TrainConfig) -> Path:
         torch.set_num_threads(config.threads)
     conversations = read_conversations(config.data)
     target = _load_target(config.target)
+    accelerator = None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        target = target.to(accelerator.device)
     eos = target.generation_config.eos_token_id or target.config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    trainer = Trainer(config, target, conversations, eos_ids=eos)
-    with _Progress() as progress:
-        head = trainer.run(progress)
-    if trainer.step >= config.steps:
-        head.save(config.output)
+    trainer = Trainer(config, target, conversations, eos_ids=eos, accelerator=accelerator)
+    with ProgressBar() if trainer.rank == 0 else contextlib.nullcontext() as progress:
+        trainer.run(progress)
+    if trainer.rank == 0:
+        if trainer.finished:
+            shutil.copytree(trainer.work / "best", config.output, dirs_exist_ok=True)
+        plot_log(trainer.work / "log.jsonl", trainer.work / "curve.png")
     return Path(config.output)
 
 
@@ -515,35 +635,3 @@ def _load_target(name: str) -> nn.Module:
 
 
 _KINDS: dict[str, type[EagleHead]] = {"eagle2": EagleHead, "eagle3": Eagle3Head}
-
-
-class _Progress:
-    """A rich progress bar."""
-
-    def __enter__(self) -> Callable[[int, int, str], None]:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self.bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.bar.start()
-        task = self.bar.add_task("starting", total=None)
-
-        def update(step: int, steps: int, text: str) -> None:
-            self.bar.update(task, total=steps, completed=step, description=text)
-
-        return update
-
-    def __exit__(self, *exc: object) -> None:
-        self.bar.stop()

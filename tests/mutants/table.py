@@ -1317,6 +1317,77 @@ ADAPTER_MUTANTS = [
     ),
 ]
 
+TRAINING_MUTANTS = [
+    Mutant(
+        "eagle2_kernels/training/evaluate.py",
+        "(ranks[max_depth - 1] < max_nodes - 1)",
+        "(ranks[max_depth - 1] <= max_nodes - 1)",
+        "",
+        tests="test_tune.py::test_accept_lengths_are_those_of_decoding",
+    ),
+    Mutant(
+        "eagle2_kernels/training/trainer.py",
+        "(loss / c.accumulate).backward()",
+        "loss.backward()",
+        "",
+        tests="test_trainer.py::test_accumulated_batches_make_the_gradient_of_their_mean",
+    ),
+    Mutant(
+        "eagle2_kernels/training/trainer.py",
+        "first = self.rank * c.accumulate",
+        "first = 0",
+        "",
+        tests="test_trainer.py::test_two_processes_train_what_one_does_that_accumulates",
+    ),
+    Mutant(
+        "eagle2_kernels/training/trainer.py",
+        "self.average[name].lerp_(p, 1 - keep)",
+        "self.average[name].lerp_(p, keep)",
+        "",
+        tests="test_trainer.py::test_the_moving_average_is_what_ships",
+    ),
+    Mutant(
+        "eagle2_kernels/training/trainer.py",
+        'self.average.update(state.get("average") or {})',
+        "",
+        "",
+        tests="test_trainer.py::test_the_moving_average_is_what_ships",
+    ),
+    Mutant(
+        "eagle2_kernels/training/generate.py",
+        "seed=self.config.seed + indices[0])",
+        "seed=self.config.seed)",
+        "",
+        tests="test_training_text.py::test_batches_and_interruptions_change_nothing",
+    ),
+    Mutant(
+        "eagle2_kernels/evaluation.py",
+        "row.after_first = max(len(tokens) - 1, 0)",
+        "row.after_first = len(tokens)",
+        "",
+        tests="test_evaluation.py::test_rows_are_what_the_calls_report",
+    ),
+    Mutant(
+        "eagle2_kernels/tune.py",
+        "rows.sort(key=lambda row: -row.tokens_per_second)",
+        "rows.sort(key=lambda row: row.seconds)",
+        "",
+        tests="test_tune.py::test_the_best_is_the_fastest_row",
+    ),
+    Mutant(
+        "eagle2_kernels/tune.py",
+        "share = (depth - 1) / (last - 1)",
+        "share = depth / last",
+        "",
+        tests="test_tune.py::test_a_step_costs_verification_and_draft",
+    ),
+]
+
 MUTANTS = (
-    ATTENTION_MUTANTS + CHOOSING_MUTANTS + VERIFICATION_MUTANTS + LOOP_MUTANTS + ADAPTER_MUTANTS
+    ATTENTION_MUTANTS
+    + CHOOSING_MUTANTS
+    + VERIFICATION_MUTANTS
+    + LOOP_MUTANTS
+    + ADAPTER_MUTANTS
+    + TRAINING_MUTANTS
 )
