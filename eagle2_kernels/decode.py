@@ -77,16 +77,22 @@ class TreeConfig:
     """Shape of the draft tree.
 
     ``max_nodes`` slots, root included; ``top_k`` children per node and rows per level;
-    ``max_depth`` levels. Raises ValueError for a value below 1.
+    ``max_depth`` levels. A level is drafted only while some request's frontier has a node whose
+    path the head gives a probability of at least ``stop_below`` (0: all levels; above it, a level
+    costs a read by the host). Raises ValueError for a count below 1 or a probability outside
+    [0, 1).
     """
 
     max_nodes: int = 16
     top_k: int = 4
     max_depth: int = 4
+    stop_below: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "top_k", "max_depth"):
             check_count(name, getattr(self, name))
+        if not 0 <= self.stop_below < 1:
+            raise ValueError(f"stop_below: expected a value in [0, 1), got {self.stop_below!r}")
 
     @classmethod
     def auto(cls, decoder: EagleDecoder, prompts: Sequence[Any] | None = None) -> TreeConfig:
@@ -480,14 +486,16 @@ class EagleDecoder:
     def _draft(
         self, batch: Batch, state: _State, config: TreeConfig
     ) -> tuple[DraftTree, Candidates]:
-        """Grow ``max_depth`` levels from the root's row, then keep the best ``max_nodes`` nodes."""
+        """Grow the levels from the root's row, then keep the best ``max_nodes`` nodes."""
         start = time.perf_counter()
         if state.pending is not None:
             state.root_hidden = self._refeed(state, *state.pending)
             state.pending = None
         assert state.root_hidden is not None
         drafter = HeadDrafter(self.head, state.draft_cache, state.prefix_lens, state.root_hidden)
-        candidates = grow_candidates(drafter, len(batch), config.top_k, config.max_depth)
+        candidates = grow_candidates(
+            drafter, len(batch), config.top_k, config.max_depth, config.stop_below
+        )
         limits = torch.tensor(
             batch.limits(config.max_nodes), dtype=torch.int32, device=self.target.device
         )

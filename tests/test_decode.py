@@ -22,6 +22,7 @@ TREES = [
     TreeConfig(8, 4, 1),
     TreeConfig(33, 8, 5),
     TreeConfig(65, 8, 9),
+    TreeConfig(16, 4, 6, stop_below=0.3),
 ]
 PROMPTS = [[3, 4, 5, 6, 7], [11], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12, 13, 14]]
 
@@ -908,6 +909,23 @@ def test_a_draft_step_shows_all_candidates(copycat):
     assert int(step.tree.draft_tokens[0, 0]) == tokens[0]
     assert step.emitted == tokens[1 : 1 + len(step.accepted)]
     assert step.prompt == PROMPTS[0]
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 0.9])
+def test_a_level_is_drafted_while_its_frontier_is_likely_enough(copycat, threshold):
+    depths = set()
+    for prompt in PROMPTS:
+        whole = copycat.draft_step(prompt, config=TreeConfig(9, 3, 5))
+        step = copycat.draft_step(prompt, config=TreeConfig(9, 3, 5, stop_below=threshold))
+        best = [
+            max(c.probability for c in whole.candidates if c.level == level) for level in range(5)
+        ]
+        depth = next((i + 1 for i, p in enumerate(best) if p < threshold), 5)
+        kept = [c._replace(slot=0) for c in whole.candidates if c.level < depth]
+        assert [c._replace(slot=0) for c in step.candidates] == kept
+        assert step.tree.depths.max() <= depth
+        depths.add(depth)
+    assert min(depths) < 5
 
 
 # What a step costs

@@ -55,12 +55,17 @@ class Drafter(Protocol):
         """
 
 
-def grow_candidates(drafter: Drafter, batch: int, top_k: int, max_depth: int) -> Candidates:
-    """Draft ``max_depth`` levels: each expands the level above's ``top_k`` best nodes.
+def grow_candidates(
+    drafter: Drafter, batch: int, top_k: int, max_depth: int, stop_below: float = 0.0
+) -> Candidates:
+    """Draft up to ``max_depth`` levels: each expands the level above's ``top_k`` best nodes.
 
     ::
 
         score(child) = score(parent) + log_softmax(logits at parent)[child]
+
+    ``stop_below``: draft no further level once no request has a node in the frontier whose path has
+    at least this probability; above 0 each level reads one number back to the host.
     """
     logits = drafter.root()
     device = logits.device
@@ -82,6 +87,9 @@ def grow_candidates(drafter: Drafter, batch: int, top_k: int, max_depth: int) ->
         )
         all_tokens.append(tokens)
         all_scores.append(token_scores)
+        if stop_below > 0 and level + 1 < max_depth and scores.max().exp() < stop_below:
+            parents = parents[:, : top_k + level * top_k**2].contiguous()
+            break
     return Candidates(torch.cat(all_tokens, dim=1), torch.cat(all_scores, dim=1), parents)
 
 

@@ -1319,6 +1319,13 @@ ADAPTER_MUTANTS = [
 
 TRAINING_MUTANTS = [
     Mutant(
+        DRAFT,
+        "scores.max().exp() < stop_below",
+        "scores.min().exp() < stop_below",
+        "",
+        tests="test_decode.py::test_a_level_is_drafted_while_its_frontier_is_likely_enough",
+    ),
+    Mutant(
         "eagle2_kernels/training/evaluate.py",
         "(ranks[max_depth - 1] < max_nodes - 1)",
         "(ranks[max_depth - 1] <= max_nodes - 1)",
