@@ -1,13 +1,17 @@
-// expand_topk and extend_draft_tree: one level of the draft tree. The logits are read once, a chunk
-// at a time: its maximum, its exponentials and its candidates are taken while it is in the cache.
+// expand_topk and extend_draft_tree: one level of the draft tree. A row of logits is read once, a
+// chunk at a time, for its maximum and its exponentials (sweep.h); what the sweep leaves as
+// possible candidates is ranked by (logit, id).
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <tuple>
 
 #include "../tree.h"
 #include "args.h"
 #include "rows.h"
+#include "sweep.h"
 
 namespace eagle2 {
 namespace {
@@ -21,6 +25,102 @@ struct ExpandArgs {
   float* candidate_scores;
 };
 
+// The k best logits of row (b, p), best first, with the largest one and the sum of e^(x - largest).
+template <typename T>
+struct RowBest {
+  T peak = -INFINITY;
+  double total = 0;
+  TopK<T> top;
+};
+
+// Offers the elements >= bound of the groups whose peak reached it, in ascending order of ids:
+// `groups` holds `count` indices chunk * kSweepGroups + group.
+template <typename T>
+void offer_groups(const T* row, int64_t stride, int64_t vocab, const int32_t* groups, int64_t count,
+                  float bound, TopK<float>& top) {
+  for (int64_t at = 0; at < count;) {
+    const int64_t chunk = groups[at] / kSweepGroups, first = chunk * kSweepChunk;
+    int64_t end = at + 1;
+    while (end < count && groups[end] / kSweepGroups == chunk) ++end;
+    for (int64_t i = first; i < std::min(first + kSweepChunk, vocab); i += kSweepGroups) {
+      const int64_t shift = i - chunk * kSweepGroups;
+      for (int64_t g = at; g < end; ++g) {
+        const int64_t id = groups[g] + shift;
+        if (id >= vocab) break;
+        const float x = static_cast<float>(row[id * stride]);
+        if (x >= bound) top.offer(x, id);
+      }
+    }
+    at = end;
+  }
+}
+
+// Float32, float16 and bfloat16. Only the few groups that can hold one of the k best are looked at
+// again.
+void read_row(const Logits& logits, int64_t b, int64_t p, RowBest<float>& best) {
+  const int64_t vocab = logits.size[2], stride = logits.stride[2];
+  const int64_t chunks = (vocab + kSweepChunk - 1) / kSweepChunk, groups = chunks * kSweepGroups;
+  thread_local std::vector<float> peaks, copy(kSweepChunk);
+  thread_local std::vector<int32_t> reached;
+  peaks.resize(static_cast<size_t>(groups));
+  reached.resize(static_cast<size_t>(groups) + kSweepGroups);
+
+  const SweepKernel& kernel = sweep_kernel();
+  SweepState state;
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t first = c * kSweepChunk, count = std::min(kSweepChunk, vocab - first);
+    float* const group_peaks = peaks.data() + c * kSweepGroups;
+    const void* const x = logits.at(b, p, first);
+    if (count == kSweepChunk && stride == 1) {
+      if (logits.type == ScalarType::Float &&
+          kernel.floats(static_cast<const float*>(x), &state, group_peaks)) {
+        continue;
+      }
+      if (logits.type == ScalarType::BFloat16 &&
+          kernel.bfloat16s(static_cast<const uint16_t*>(x), &state, group_peaks)) {
+        continue;
+      }
+    }
+    read_logits(logits, b, p, first, count, copy.data());
+    std::fill(copy.begin() + count, copy.end(), -INFINITY);
+    kernel.floats(copy.data(), &state, group_peaks);
+  }
+  best.peak = state.peak;
+  best.total = state.total;
+  if (state.peak == -INFINITY) return;
+
+  const float bound = kernel.bound(peaks.data(), groups, state.peak, best.top.k());
+  const int64_t count = kernel.from(peaks.data(), groups, bound, reached.data());
+  const void* const row = logits.at(b, p, 0);
+  switch (logits.type) {
+    case ScalarType::Float:
+      return offer_groups(static_cast<const float*>(row), stride, vocab, reached.data(), count,
+                          bound, best.top);
+    case ScalarType::BFloat16:
+      return offer_groups(static_cast<const c10::BFloat16*>(row), stride, vocab, reached.data(),
+                          count, bound, best.top);
+    default:
+      return offer_groups(static_cast<const c10::Half*>(row), stride, vocab, reached.data(), count,
+                          bound, best.top);
+  }
+}
+
+void read_row(const Logits& logits, int64_t b, int64_t p, RowBest<double>& best) {
+  thread_local std::vector<double> chunk(kChunk);
+  for (int64_t first = 0; first < logits.size[2]; first += kChunk) {
+    const int64_t count = std::min(kChunk, logits.size[2] - first);
+    read_logits(logits, b, p, first, count, chunk.data());
+    const double peak = largest(chunk.data(), count);
+    if (peak == -INFINITY) continue;
+    if (peak > best.peak) {
+      best.total *= std::exp(best.peak - peak);
+      best.peak = peak;
+    }
+    best.total += sum_exp(chunk.data(), count, best.peak);
+    best.top.feed(chunk.data(), count, first);
+  }
+}
+
 // The candidates of parent p of request b.
 template <typename T>
 void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
@@ -32,25 +132,10 @@ void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
   std::fill_n(scores, args.top_k, -INFINITY);
   if (!(beam_score > -INFINITY)) return;  // a dead parent: its logits are not read
 
-  thread_local std::vector<T> chunk(kChunk);
-  TopK<T> top(std::min(args.top_k, args.vocab));
-  T peak = -INFINITY;
-  double total = 0;  // of e^(x - peak)
-  for (int64_t first = 0; first < args.vocab; first += kChunk) {
-    const int64_t count = std::min(kChunk, args.vocab - first);
-    read_logits(args.logits, b, p, first, count, chunk.data());
-    const T chunk_peak = largest(chunk.data(), count);
-    if (chunk_peak == -INFINITY) continue;
-    if (chunk_peak > peak) {
-      total *= std::exp(static_cast<double>(peak) - static_cast<double>(chunk_peak));
-      peak = chunk_peak;
-    }
-    total += sum_exp(chunk.data(), count, peak);
-    top.feed(chunk.data(), count, first);
-  }
-
-  const T log_total = static_cast<T>(std::log(total));
-  for (const Ranked<T>& candidate : top.finish()) {
+  RowBest<T> best{-INFINITY, 0, TopK<T>(std::min(args.top_k, args.vocab))};
+  read_row(args.logits, b, p, best);
+  const T peak = best.peak, log_total = static_cast<T>(std::log(best.total));
+  for (const Ranked<T>& candidate : best.top.finish()) {
     const float score = static_cast<float>(((candidate.value - peak) - log_total) + beam_score);
     if (score > -INFINITY) {
       *scores = score;
@@ -61,16 +146,23 @@ void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
   }
 }
 
-// The best top_k of one request's candidates by (score, index).
-void select_beam(const float* scores, int64_t count, int64_t top_k, int64_t* beam) {
-  thread_local std::vector<int64_t> order;
-  order.resize(static_cast<size_t>(count));
-  std::iota(order.begin(), order.end(), int64_t{0});
-  std::partial_sort(order.begin(), order.begin() + top_k, order.end(),
-                    [scores](int64_t a, int64_t b) {
-                      return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
-                    });
-  std::copy_n(order.begin(), top_k, beam);
+// The best top_k of one request's candidates by (score, index). Each parent's `top_k` are in that
+// order already, so their lists are merged.
+void select_beam(const float* scores, int64_t parents, int64_t top_k, int64_t* beam) {
+  thread_local std::vector<int64_t> heads;
+  heads.assign(static_cast<size_t>(parents), 0);
+  for (int64_t j = 0; j < top_k; ++j) {
+    int64_t best = -1;
+    float best_score = -INFINITY;
+    for (int64_t p = 0; p < parents; ++p) {
+      const int64_t at = p * top_k + heads[p];
+      if (heads[p] < top_k && (best < 0 || scores[at] > best_score)) {
+        best = p;
+        best_score = scores[at];
+      }
+    }
+    beam[j] = best * top_k + heads[best]++;
+  }
 }
 
 void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
@@ -111,7 +203,7 @@ void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t to
   });
   for (int64_t b = 0; b < batch; ++b) {
     const float* scores = args.candidate_scores + b * count;
-    select_beam(scores, count, top_k, next + b * top_k);
+    select_beam(scores, parents, top_k, next + b * top_k);
     for (int64_t j = b * top_k; j < (b + 1) * top_k; ++j) {
       next_tokens[j] = args.candidate_tokens[b * count + next[j]];
       next_scores[j] = scores[next[j]];

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "common.h"
@@ -90,17 +91,19 @@ class TopK {
  public:
   explicit TopK(int64_t k) : k_(k), capacity_(2 * k + 32) { kept_.reserve(capacity_); }
 
-  void clear() {
-    kept_.clear();
-    floor_ = -INFINITY;
+  int64_t k() const { return k_; }
+
+  // One element; NaN counts as -inf, +inf as the largest finite value.
+  void offer(T x, int64_t id) {
+    if (!(x > floor_)) return;
+    kept_.push_back({std::min(x, std::numeric_limits<T>::max()), id});
+    if (static_cast<int64_t>(kept_.size()) == capacity_) shrink();
   }
 
   void feed(const T* x, int64_t count, int64_t first_id) {
     for (int64_t i = 0; i < count; ++i) {
       i += find_above(x + i, count - i, floor_);
-      if (i >= count) break;
-      kept_.push_back({x[i], first_id + i});
-      if (static_cast<int64_t>(kept_.size()) == capacity_) shrink();
+      if (i < count) offer(x[i], first_id + i);
     }
   }
 

@@ -92,6 +92,7 @@ KERNEL = "csrc/cpu/attention_kernel.h"
 ATTENTION = "csrc/cpu/attention.cpp"
 TREE = "csrc/tree.h"
 EXPAND = "csrc/cpu/expand.cpp"
+SWEEP = "csrc/cpu/sweep_kernel.h"
 VERIFY = "csrc/cpu/verify.cpp"
 CACHE = "csrc/cpu/cache.cpp"
 LOGITS = "csrc/cpu/logits.cpp"
@@ -398,8 +399,8 @@ CHOOSING_MUTANTS = [
     ),
     Mutant(
         EXPAND,
-        "(scores[a] == scores[b] && a < b)",
-        "(scores[a] == scores[b] && a > b)",
+        "(best < 0 || scores[at] > best_score)",
+        "(best < 0 || scores[at] >= best_score)",
         "ties_take_the_lowest_index",
         objects="expand",
     ),
@@ -424,6 +425,41 @@ CHOOSING_MUTANTS = [
         "log_probabilities_are_added",
         objects="expand",
         quick=True,
+    ),
+    Mutant(
+        SWEEP,
+        "while (found < k) {",
+        "while (found < 1) {",
+        "",
+        tests="test_expand.py::test_equals_the_oracle",
+        objects="sweep_portable",
+        isa="portable",
+        quick=True,
+    ),
+    Mutant(
+        SWEEP,
+        "if (peak == std::numeric_limits<float>::infinity()) return false;",
+        "",
+        "nan_draft_scores",
+        objects="sweep_portable",
+        isa="portable",
+    ),
+    Mutant(
+        SWEEP,
+        "state->total *= std::exp(",
+        "state->total += 0 * std::exp(",
+        "",
+        tests="test_expand.py::test_equals_the_oracle",
+        objects="sweep_portable",
+        isa="portable",
+    ),
+    Mutant(
+        EXPAND,
+        "if (id >= vocab) break;",
+        "",
+        "",
+        tests="test_expand.py::test_equals_the_oracle",
+        objects="expand",
     ),
     tree(
         "s.effective[0][i] = known && score == score ? score : minus_infinity();",
