@@ -698,6 +698,25 @@ def test_a_row_that_sees_poison_shows_it_and_no_other_does(form, dtype, poison, 
         assert not out[0, hit].isfinite().all(-1).any()
 
 
+@formed_dtypes
+@pytest.mark.parametrize("prefix", [20, 21], ids=["even", "odd"])
+def test_poison_outside_the_window_of_a_path(prefix, form, dtype):
+    """Every slot in turn: the path's own ancestors leave the window, inside a chunk and a pair."""
+    case = AttentionCase(24, (2, 1), 64, prefix, window=4, kv_chunk=8, **form)
+    inputs = attention_inputs(case, dtype)
+    want, want_lse = attend(inputs)
+    seen = visibility(inputs)[0]
+    for slot in range(prefix + 24):
+        changed = AttentionInputs(**vars(inputs))
+        changed.k_cache, changed.v_cache = inputs.k.clone(), inputs.v.clone()
+        changed.k_cache[0, slot], changed.v_cache[0, slot] = float("nan"), float("nan")
+        out, lse = attend(changed)
+        hit = seen[:, slot]
+        assert same_bits(out[0, ~hit], want[0, ~hit])
+        assert same_bits(lse[0, ~hit], want_lse[0, ~hit])
+        assert out[0, hit].isnan().all()
+
+
 @pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
 def test_a_poisoned_page_of_the_latent_cache_stays_where_it_is(poison):
     """K and V in one storage, the node's own slot included."""

@@ -18,10 +18,14 @@ namespace {
 
 // The kernels of the level in use.
 const AttentionKernels& kernels() {
-  static const AttentionKernels& chosen = [&]() -> const AttentionKernels& {
+  static const AttentionKernels chosen = [] {
     switch (cpu_isa()) {
 #ifdef EAGLE2_X86_LEVELS
-      case Isa::kAvx512Bf16:
+      case Isa::kAvx512Bf16: {
+        AttentionKernels level = avx512::kAttention;
+        level.bfloat16 = avx512_bf16::kBFloat16;
+        return level;
+      }
       case Isa::kAvx512:
         return avx512::kAttention;
       case Isa::kAvx2:

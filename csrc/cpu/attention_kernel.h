@@ -47,9 +47,20 @@ typedef uint8_t U8 __attribute__((vector_size(EAGLE2_VECTOR_BYTES / 4)));
 template <typename A>
 constexpr int kLanes = EAGLE2_VECTOR_BYTES / sizeof(A);
 
-// Registers hold kRows x kColumns accumulators.
-constexpr int kRows = 4;
+// Registers hold kRows x kColumns accumulators, kColumns operands and one broadcast.
+constexpr int kRows = 6;
 constexpr int kColumns = EAGLE2_VECTOR_BYTES == 64 ? 4 : 2;
+
+// Elements in a word of the operands: 2 where a lane multiplies pairs of bfloat16 (neighbours in
+// the head dim for a score, neighbouring positions for an output) and adds both to a float32. Such
+// a product takes subnormals as zeros.
+#ifdef EAGLE2_BF16_PAIRS
+template <typename C>
+constexpr int kPack = std::is_same_v<C, c10::BFloat16> ? 2 : 1;
+#else
+template <typename C>
+constexpr int kPack = 1;
+#endif
 
 template <typename A>
 inline typename Vector<A>::type broadcast(A x) {
@@ -255,68 +266,176 @@ struct Reader {
   }
 };
 
-// columns[d * pitch + j] = rows[j][d], converted. Reads `count` rows rounded up to a multiple of
-// the lane count.
+// A step of a chain: the words of two operands multiplied, added to a sum. A word of the plain form
+// is an element; pairs travel as the bits of a float.
+template <typename A, int Pack>
+struct Product {
+  static typename Vector<A>::type spread(const A* word) { return broadcast<A>(*word); }
+  static typename Vector<A>::type add(typename Vector<A>::type sum, typename Vector<A>::type a,
+                                      typename Vector<A>::type b) {
+    return sum + a * b;
+  }
+};
+
+#ifdef EAGLE2_BF16_PAIRS
+template <>
+struct Product<float, 2> {
+  static F32 spread(const float* word) {
+    int32_t bits;
+    __builtin_memcpy(&bits, word, sizeof bits);
+    return (F32)_mm512_set1_epi32(bits);
+  }
+  static F32 add(F32 sum, F32 a, F32 b) {
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+
+// Up to 32 elements of a row as words, zeros behind `count`.
+inline __m512i load_pairs(const c10::BFloat16* p, int64_t count) {
+  if (count >= 32) return _mm512_loadu_si512(p);
+  return _mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, p);
+}
+
+// The words (a[d], b[d]) for d in [0, 16) and [16, 32).
+struct Zipped {
+  F32 low, high;
+};
+inline Zipped zip(__m512i a, __m512i b) {
+  alignas(64) static constexpr uint16_t kOrder[64] = {
+      0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+      11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+      22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+  return {(F32)_mm512_permutex2var_epi16(a, _mm512_load_si512(kOrder), b),
+          (F32)_mm512_permutex2var_epi16(a, _mm512_load_si512(kOrder + 32), b)};
+}
+#endif
+
+// Operands lie in panels of kColumns vectors, one step of a chain after the other, so that a block
+// of accumulators reads them as one stream. Offset of vector v at step i of `steps`.
+template <typename A>
+inline int64_t panel_offset(int64_t v, int64_t i, int64_t steps) {
+  return ((v / kColumns * steps + i) * kColumns + v % kColumns) * kLanes<A>;
+}
+
+// Rows as columns of words in panels, converted: lane j of vector v at step d is word d of row
+// v * lanes + j. Reads `count` rows rounded up to a multiple of the lane count; `first` is the
+// vector of the first.
 template <typename C, typename A>
 void load_transposed(Reader<C, A> reader, const C* const* rows, int64_t count, int64_t dim,
-                     A* columns, int64_t pitch) {
+                     int64_t first, A* columns) {
   constexpr int L = kLanes<A>;
+  const int64_t words = (dim + kPack<C> - 1) / kPack<C>;
   for (int64_t j = 0; j < count; j += L) {
+    A* to = columns + panel_offset<A>(first + j / L, 0, words);
     int64_t d = 0;
-    for (; d + L <= dim; d += L) {
+    for (; d < words; d += L) {
       typename Vector<A>::type block[L];
+#ifdef EAGLE2_BF16_PAIRS
+      if constexpr (kPack<C> == 2) {
 #pragma GCC unroll 16
-      for (int i = 0; i < L; ++i) block[i] = reader.vector(rows[j + i] + d);
+        for (int i = 0; i < L; ++i) block[i] = (F32)load_pairs(rows[j + i] + 2 * d, dim - 2 * d);
+      } else
+#endif
+      {
+        if (d + L > words) break;
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) block[i] = reader.vector(rows[j + i] + d);
+      }
       transpose<A>(block);
+      if (d + L <= words) {
 #pragma GCC unroll 16
-      for (int i = 0; i < L; ++i) store(columns + (d + i) * pitch + j, block[i]);
+        for (int i = 0; i < L; ++i) store(to + (d + i) * kColumns * L, block[i]);
+      } else {
+        for (int i = 0; d + i < words; ++i) store(to + (d + i) * kColumns * L, block[i]);
+      }
     }
-    for (; d < dim; ++d) {
-      for (int i = 0; i < L; ++i) columns[d * pitch + j + i] = reader.scalar(rows[j + i][d]);
+    if constexpr (kPack<C> == 1) {
+      for (; d < dim; ++d) {
+        for (int i = 0; i < L; ++i) to[d * kColumns * L + i] = reader.scalar(rows[j + i][d]);
+      }
     }
   }
 }
 
-// row[0 .. dim) converted; up to the next multiple of the lane count `to` is filled with zeros.
+// Step i of `steps` of the values, in panels: a converted row, or the words of two rows. Up to the
+// next multiple of the lane count the row goes on with zeros.
 template <typename C, typename A>
-inline void load_row(Reader<C, A> reader, const C* row, int64_t dim, A* to) {
+inline void load_value(Reader<C, A> reader, const C* const* rows, int64_t dim, int64_t i,
+                       int64_t steps, A* values) {
   constexpr int L = kLanes<A>;
+#ifdef EAGLE2_BF16_PAIRS
+  if constexpr (kPack<C> == 2) {
+    for (int64_t d = 0; d < dim; d += 32) {
+      const Zipped words = zip(load_pairs(rows[0] + d, dim - d), load_pairs(rows[1] + d, dim - d));
+      store(values + panel_offset<A>(d / L, i, steps), words.low);
+      if (d + L < dim) store(values + panel_offset<A>(d / L + 1, i, steps), words.high);
+    }
+    return;
+  }
+#endif
+  const C* row = rows[0];
   int64_t d = 0;
-  for (; d + L <= dim; d += L) store(to + d, reader.vector(row + d));
+  for (; d + L <= dim; d += L) {
+    store(values + panel_offset<A>(d / L, i, steps), reader.vector(row + d));
+  }
   if (d == dim) return;
-  for (int i = 0; i < L; ++i) to[d + i] = d + i < dim ? reader.scalar(row[d + i]) : A(0);
+  A* to = values + panel_offset<A>(d / L, i, steps);
+  for (int j = 0; j < L; ++j) to[j] = d + j < dim ? reader.scalar(row[d + j]) : A(0);
 }
 
-// Where values come from: rows in place, converted as they are read, or a scratch block of
-// converted rows.
+// Where values come from, V vectors from vector v on: rows in place, converted as they are read, or
+// a scratch block of words in panels.
 template <typename C, typename A>
 struct RowsInPlace {
   const C* const* rows;
   Reader<C, A> reader;
-  auto at(int64_t j, int64_t d) const { return reader.vector(rows[j] + d); }
+  template <int V>
+  void read(int64_t i, int64_t v, typename Vector<A>::type* value) const {
+    constexpr int L = kLanes<A>;
+#ifdef EAGLE2_BF16_PAIRS
+    if constexpr (kPack<C> == 2) {
+      const C *a = rows[2 * i] + v * L, *b = rows[2 * i + 1] + v * L;
+#pragma GCC unroll 8
+      for (int k = 0; k < V; k += 2) {
+        const int64_t count = V == 1 ? 16 : 32;
+        const Zipped words = zip(load_pairs(a + k * L, count), load_pairs(b + k * L, count));
+        value[k] = words.low;
+        if constexpr (V > 1) value[k + 1] = words.high;
+      }
+      return;
+    }
+#endif
+#pragma GCC unroll 8
+    for (int k = 0; k < V; ++k) value[k] = reader.vector(rows[i] + (v + k) * L);
+  }
 };
 template <typename A>
-struct RowsInScratch {
+struct Panels {
   const A* base;
-  int64_t pitch;
-  auto at(int64_t j, int64_t d) const { return load(base + j * pitch + d); }
+  int64_t steps;
+  template <int V>
+  void read(int64_t i, int64_t v, typename Vector<A>::type* value) const {
+    const A* from = base + panel_offset<A>(v, i, steps);
+#pragma GCC unroll 8
+    for (int k = 0; k < V; ++k) value[k] = load(from + k * kLanes<A>);
+  }
 };
 
-// scores[r][j] = sum over d of q[r][d] * columns[d][j], each score one chain over ascending d.
-template <typename A, int R, int V>
-inline void score_block(const A* q, int64_t q_pitch, const A* columns, int64_t pitch, int64_t dim,
-                        A* scores, int64_t scores_pitch) {
+// scores[r][j] = sum over d of q[r][d] * columns[d][j], each score one chain over ascending words.
+template <typename A, int Pack, int R, int V>
+inline void score_block(const A* q, int64_t words, const A* columns, A* scores,
+                        int64_t scores_pitch) {
   constexpr int L = kLanes<A>;
   typename Vector<A>::type sum[R][V] = {};
-  for (int64_t d = 0; d < dim; ++d) {
+  for (int64_t d = 0; d < words; ++d) {
     typename Vector<A>::type key[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) key[v] = load(columns + d * pitch + v * L);
+    for (int v = 0; v < V; ++v) key[v] = load(columns + (d * kColumns + v) * L);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const auto query = broadcast<A>(q[r * q_pitch + d]);
+      const auto query = Product<A, Pack>::spread(q + r * words + d);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sum[r][v] = sum[r][v] + query * key[v];
+      for (int v = 0; v < V; ++v) sum[r][v] = Product<A, Pack>::add(sum[r][v], query, key[v]);
     }
   }
 #pragma GCC unroll 8
@@ -326,137 +445,124 @@ inline void score_block(const A* q, int64_t q_pitch, const A* columns, int64_t p
   }
 }
 
-template <typename A, int R>
-void score_rows(const A* q, int64_t q_pitch, const A* columns, int64_t pitch, int64_t dim,
-                int64_t vectors, A* scores, int64_t scores_pitch) {
-  constexpr int L = kLanes<A>;
-  int64_t v = 0;
-  for (; v + kColumns <= vectors; v += kColumns) {
-    score_block<A, R, kColumns>(q, q_pitch, columns + v * L, pitch, dim, scores + v * L,
-                                scores_pitch);
-  }
-  for (; v < vectors; ++v) {
-    score_block<A, R, 1>(q, q_pitch, columns + v * L, pitch, dim, scores + v * L, scores_pitch);
-  }
-}
-
-template <typename A>
-void score(int rows, const A* q, int64_t q_pitch, const A* columns, int64_t pitch, int64_t dim,
-           int64_t vectors, A* scores, int64_t scores_pitch) {
-  switch (rows) {
-    case 1:
-      return score_rows<A, 1>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
-    case 2:
-      return score_rows<A, 2>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
-    case 3:
-      return score_rows<A, 3>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
-    default:
-      return score_rows<A, 4>(q, q_pitch, columns, pitch, dim, vectors, scores, scores_pitch);
+template <typename A, int Pack, int R>
+void score_rows(const A* q, int64_t words, const A* columns, int64_t begin, int64_t end, A* scores,
+                int64_t scores_pitch) {
+  for (int64_t v = begin; v < end;) {
+    const A* at = columns + panel_offset<A>(v, 0, words);
+    A* to = scores + v * kLanes<A>;
+    if (v % kColumns == 0 && v + kColumns <= end) {
+      score_block<A, Pack, R, kColumns>(q, words, at, to, scores_pitch);
+      v += kColumns;
+    } else {
+      score_block<A, Pack, R, 1>(q, words, at, to, scores_pitch);
+      ++v;
+    }
   }
 }
 
-// sum[r][d] += weights[r][j] * values[j][d] for j in [begin, end), each element one chain over
-// ascending j.
-template <typename A, int R, int V, typename Values>
+// The scores of the keys of vectors [begin, end).
+template <typename A, int Pack, int R = kRows>
+void score(int rows, const A* q, int64_t words, const A* columns, int64_t begin, int64_t end,
+           A* scores, int64_t scores_pitch) {
+  if constexpr (R > 1) {
+    if (rows < R) {
+      return score<A, Pack, R - 1>(rows, q, words, columns, begin, end, scores, scores_pitch);
+    }
+  }
+  score_rows<A, Pack, R>(q, words, columns, begin, end, scores, scores_pitch);
+}
+
+// sum[r][d] += weights[r][i] * values[i][d] for the words i in [begin, end), each element one chain
+// over ascending i.
+template <typename A, int Pack, int R, int V, typename Values>
 inline void accumulate_block(const A* weights, int64_t weights_pitch, Values values, int64_t begin,
-                             int64_t end, int64_t d, A* sum, int64_t sum_pitch) {
+                             int64_t end, int64_t v0, A* sum, int64_t sum_pitch) {
   constexpr int L = kLanes<A>;
+  sum += v0 * L;
   typename Vector<A>::type part[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) part[r][v] = load(sum + r * sum_pitch + d + v * L);
+    for (int v = 0; v < V; ++v) part[r][v] = load(sum + r * sum_pitch + v * L);
   }
-  for (int64_t j = begin; j < end; ++j) {
+  for (int64_t i = begin; i < end; ++i) {
     typename Vector<A>::type value[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) value[v] = values.at(j, d + v * L);
+    values.template read<V>(i, v0, value);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const auto weight = broadcast<A>(weights[r * weights_pitch + j]);
+      const auto weight = Product<A, Pack>::spread(weights + r * weights_pitch + i);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) part[r][v] = part[r][v] + weight * value[v];
+      for (int v = 0; v < V; ++v) part[r][v] = Product<A, Pack>::add(part[r][v], weight, value[v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(sum + r * sum_pitch + d + v * L, part[r][v]);
+    for (int v = 0; v < V; ++v) store(sum + r * sum_pitch + v * L, part[r][v]);
   }
 }
 
-template <typename A, int R, typename Values>
-void accumulate_rows(const A* weights, int64_t weights_pitch, Values values, int64_t begin,
-                     int64_t end, int64_t vectors, A* sum, int64_t sum_pitch) {
-  constexpr int L = kLanes<A>;
-  int64_t v = 0;
-  for (; v + kColumns <= vectors; v += kColumns) {
-    accumulate_block<A, R, kColumns>(weights, weights_pitch, values, begin, end, v * L, sum,
-                                     sum_pitch);
-  }
-  for (; v < vectors; ++v) {
-    accumulate_block<A, R, 1>(weights, weights_pitch, values, begin, end, v * L, sum, sum_pitch);
-  }
-}
-
-template <typename A, typename Values>
+template <typename A, int Pack, int R = kRows, typename Values>
 void accumulate(int rows, const A* weights, int64_t weights_pitch, Values values, int64_t begin,
                 int64_t end, int64_t vectors, A* sum, int64_t sum_pitch) {
+  if constexpr (R > 1) {
+    if (rows < R) {
+      return accumulate<A, Pack, R - 1>(rows, weights, weights_pitch, values, begin, end, vectors,
+                                        sum, sum_pitch);
+    }
+  }
   if (begin >= end) return;
-  switch (rows) {
-    case 1:
-      return accumulate_rows<A, 1>(weights, weights_pitch, values, begin, end, vectors, sum,
-                                   sum_pitch);
-    case 2:
-      return accumulate_rows<A, 2>(weights, weights_pitch, values, begin, end, vectors, sum,
-                                   sum_pitch);
-    case 3:
-      return accumulate_rows<A, 3>(weights, weights_pitch, values, begin, end, vectors, sum,
-                                   sum_pitch);
-    default:
-      return accumulate_rows<A, 4>(weights, weights_pitch, values, begin, end, vectors, sum,
-                                   sum_pitch);
+  int64_t v = 0;
+  for (; v + kColumns <= vectors; v += kColumns) {
+    accumulate_block<A, Pack, R, kColumns>(weights, weights_pitch, values, begin, end, v, sum,
+                                           sum_pitch);
+  }
+  for (; v < vectors; ++v) {
+    accumulate_block<A, Pack, R, 1>(weights, weights_pitch, values, begin, end, v, sum, sum_pitch);
   }
 }
 
-// The shared keys: those all rows see at once, the ragged ends row by row, so that no row meets a
+// The shared words: those all rows see at once, the ragged ends row by row, so that no row meets a
 // value it may not see.
-template <typename A, typename Values>
+template <typename A, int Pack, typename Values>
 void accumulate_shared(int rows, const A* weights, int64_t weights_pitch, Values values,
                        const int64_t* begin, const int64_t* end, int64_t vectors, A* sum,
                        int64_t sum_pitch) {
   const int64_t low = *std::max_element(begin, begin + rows);
   const int64_t high = std::max(low, *std::min_element(end, end + rows));
   for (int r = 0; r < rows; ++r) {
-    accumulate<A>(1, weights + r * weights_pitch, weights_pitch, values, begin[r],
-                  low < high ? low : end[r], vectors, sum + r * sum_pitch, sum_pitch);
+    accumulate<A, Pack>(1, weights + r * weights_pitch, weights_pitch, values, begin[r],
+                        low < high ? low : end[r], vectors, sum + r * sum_pitch, sum_pitch);
   }
   if (low == high) return;
-  accumulate<A>(rows, weights, weights_pitch, values, low, high, vectors, sum, sum_pitch);
+  accumulate<A, Pack>(rows, weights, weights_pitch, values, low, high, vectors, sum, sum_pitch);
   for (int r = 0; r < rows; ++r) {
-    accumulate<A>(1, weights + r * weights_pitch, weights_pitch, values, high, end[r], vectors,
-                  sum + r * sum_pitch, sum_pitch);
+    accumulate<A, Pack>(1, weights + r * weights_pitch, weights_pitch, values, high, end[r],
+                        vectors, sum + r * sum_pitch, sum_pitch);
   }
 }
 
-// In place on whole vectors: with a cap the scores come divided by it and leave as cap *
-// tanh(score), in units of log2. An infinite score becomes NaN: a row that sees a non-finite key
-// must show it, and -inf would drop the key in silence.
-template <typename A>
-void cap_scores(A* scores, int64_t begin, int64_t end, A cap) {
+// In place on whole vectors: scores of pairs are scaled (queries of other forms came scaled); with
+// a cap they are then divided by it and leave as cap * tanh(score), in units of log2. An infinite
+// score becomes NaN: a row that sees a non-finite key must show it, and -inf would drop the key in
+// silence.
+template <typename A, int Pack>
+void cap_scores(A* scores, int64_t begin, int64_t end, A scale, A cap) {
   constexpr int L = kLanes<A>;
   for (int64_t j = begin; j < end; j += L) {
     auto x = load(scores + j);
+    if constexpr (Pack == 2) x = x * scale;
     x = x + (x - x);
     if (cap > 0) x = hyperbolic_tangent(x) * cap;
     store(scores + j, x);
   }
 }
 
-// Scores to 2^(score - peak) in place on whole vectors; the caller has set what the row does not
-// see to -inf.
-template <typename A>
-void exponentiate(A* scores, int64_t begin, int64_t end, A* peak, A* total) {
+// Scores to weights 2^(score - peak) on whole vectors, a word of them for a word of keys; the
+// caller has set what the row does not see to -inf. `weights` may be `scores`.
+template <typename A, int Pack>
+void exponentiate(const A* scores, int64_t begin, int64_t end, A* weights, A* peak, A* total) {
   constexpr int L = kLanes<A>;
   auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
   for (int64_t j = begin; j < end; j += L) {
@@ -469,7 +575,14 @@ void exponentiate(A* scores, int64_t begin, int64_t end, A* peak, A* total) {
   for (int64_t j = begin; j < end; j += L) {
     const auto weight = exp2_nonpositive(load(scores + j) - shift);
     sum = sum + weight;
-    store(scores + j, weight);
+#ifdef EAGLE2_BF16_PAIRS
+    if constexpr (Pack == 2) {
+      const __m256bh words = _mm512_cvtneps_pbh((__m512)weight);
+      __builtin_memcpy(weights + j / 2, &words, sizeof words);
+      continue;
+    }
+#endif
+    store(weights + j, weight);
   }
   *total = sum_lanes<A>(sum);
 }
@@ -661,10 +774,14 @@ void store_output_as(const AttentionParams& p, int64_t offset, const A* sum, A s
   for (int64_t d = 0; d < p.v_dim; ++d) to[d] = static_cast<T>(sum[d] * share);
 }
 
-// The type of q and out is the caches', but beside a float8 cache.
+// The type of q and out is the caches', but beside a float8 cache. Pairs stay as they are: their
+// scores are scaled.
 template <typename C, typename A>
 void load_query(const AttentionParams& p, int64_t offset, A scale, A* to) {
-  if constexpr (!kFloat8<C>) {
+  if constexpr (kPack<C> == 2) {
+    to[(p.k_dim - 1) / 2] = 0;  // both halves of the last word
+    __builtin_memcpy(to, static_cast<const C*>(p.q) + offset, p.k_dim * sizeof(C));
+  } else if constexpr (!kFloat8<C>) {
     load_query_as<C>(p, offset, scale, to);
   } else if (p.q_type == ScalarType::Float) {
     load_query_as<float>(p, offset, scale, to);
@@ -721,7 +838,7 @@ void store_row(const AttentionParams& p, const Request& request, int64_t node, i
 
 template <typename C, typename A>
 void attend(const AttentionParams& p, int64_t task) {
-  constexpr int L = kLanes<A>;
+  constexpr int L = kLanes<A>, Pack = kPack<C>;
   constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
   const int64_t split = task % p.splits;
   const int64_t kv_head = task / p.splits % p.kv_heads;
@@ -731,11 +848,16 @@ void attend(const AttentionParams& p, int64_t task) {
   if (node_begin == node_end) return;
 
   const int64_t k_dim = p.k_dim, v_dim = p.v_dim, group = p.group, chunk = p.chunk;
+  const int64_t words = (k_dim + Pack - 1) / Pack;  // of a query
   const int64_t vectors = (v_dim + L - 1) / L, row_pitch = vectors * L;
-  const int64_t pitch = (chunk + L - 1) / L * L;
-  const int64_t scores_pitch = pitch + (kColumns + 1) * L;
+  const int64_t key_vectors = (chunk + L - 1) / L, pitch = key_vectors * L;
+  const int64_t scores_pitch = pitch + L;           // a path's scores begin anywhere
+  const int64_t steps = (chunk + Pack - 1) / Pack;  // words of values
   const int64_t tile_nodes = std::max<int64_t>(1, kTileRows / group);
   const int64_t tile_rows = tile_nodes * group;
+  const auto panels = [](int64_t count) {
+    return (count + kColumns - 1) / kColumns * kColumns * L;
+  };
 
   const int64_t prefix = request.prefix;
   const int64_t slots = std::min(request.tree_len, p.capacity - prefix);
@@ -744,21 +866,22 @@ void attend(const AttentionParams& p, int64_t task) {
   const Reader<C, A> read_k = {p.k_scale}, read_v = {p.v_scale};
 
   Arena arena;
-  A* q = arena.take<A>(tile_rows * k_dim);
+  A* q = arena.take<A>(tile_rows * words);
   A* row_peak = arena.take<A>(tile_rows);
   A* row_total = arena.take<A>(tile_rows);
   A* row_sum = arena.take<A>(tile_rows * row_pitch);
-  A* columns = arena.take<A>(k_dim * pitch);
-  A* path_columns = arena.take<A>(k_dim * pitch);
-  A* values = arena.take<A>(pitch * row_pitch);
+  A* columns = arena.take<A>(words * panels(key_vectors));
+  A* path_columns = arena.take<A>(words * panels(key_vectors));
+  A* values = arena.take<A>(steps * panels(vectors));
+  A* path_values = arena.take<A>((steps + 1) * panels(vectors));
   A* scores = arena.take<A>(kRows * scores_pitch);
+  A* weights = Pack == 1 ? scores : arena.take<A>(kRows * scores_pitch);
   A* sum = arena.take<A>(kRows * row_pitch);
-  A* path_values = arena.take<A>(v_dim % L == 0 ? 0 : pitch * row_pitch);
   C* zero = arena.take<C>(std::max(k_dim, v_dim));
   const C** k_rows = arena.take<const C*>(pitch);
   const C** v_rows = arena.take<const C*>(pitch);
   const C** path_k = arena.take<const C*>(pitch);
-  const C** path_v = arena.take<const C*>(pitch);
+  bool* valued = arena.take<bool>(steps + 1);
   NodeView* view = arena.take<NodeView>(tile_nodes);
   int32_t* node_of = arena.take<int32_t>(tile_rows);
   std::fill(zero, zero + std::max(k_dim, v_dim), static_cast<C>(0.0f));
@@ -800,13 +923,14 @@ void attend(const AttentionParams& p, int64_t task) {
                     request.index * p.q_stride[0] +
                         (request.first_row + tile + node_of[r]) * p.q_stride[1] +
                         (kv_head * group + r % group) * p.q_stride[2],
-                    scale, q + r * k_dim);
+                    scale, q + r * words);
       row_peak[r] = kMinusInfinity;
       row_total[r] = 0;
     }
     std::fill(row_sum, row_sum + rows * row_pitch, A(0));
 
-    const bool in_place = v_dim % L == 0 && (std::is_same_v<C, A> || rows <= kRows);
+    const bool in_place =
+        v_dim % (Pack * L) == 0 && ((std::is_same_v<C, A> && rows <= 64) || rows <= kRows);
     const int64_t first_chunk = first_key == INT64_MAX ? 0 : first_key / chunk;
     for (int64_t c = first_chunk; c * chunk < last_key; ++c) {
       const int64_t start = c * chunk;
@@ -819,10 +943,10 @@ void attend(const AttentionParams& p, int64_t task) {
         cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, start + skip, count, zero,
                       v_rows + skip);
         for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
-        load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, columns + skip, pitch);
+        load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns);
         if (!in_place) {
-          for (int64_t j = skip; j < shared; ++j) {
-            load_row<C, A>(read_v, v_rows[j], v_dim, values + j * row_pitch);
+          for (int64_t i = skip / Pack; i < shared / Pack; ++i) {
+            load_value<C, A>(read_v, v_rows + i * Pack, v_dim, i, steps, values);
           }
         }
       }
@@ -841,9 +965,8 @@ void attend(const AttentionParams& p, int64_t task) {
           high = std::max(high, end[r]);
         }
         if (low < high) {
-          const int64_t from = low / L * L;
-          score<A>(count, q + r0 * k_dim, k_dim, columns + from, pitch, k_dim,
-                   (high - from + L - 1) / L, scores + from, scores_pitch);
+          score<A, Pack>(count, q + r0 * words, words, columns, low / L, (high + L - 1) / L, scores,
+                         scores_pitch);
         }
 
         // Positions of the path inside this chunk: [path_begin, path_end), per row.
@@ -863,13 +986,13 @@ void attend(const AttentionParams& p, int64_t task) {
               path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
             }
             for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
-            load_transposed<C, A>(read_k, path_k, length, k_dim, path_columns, pitch);
+            load_transposed<C, A>(read_k, path_k, length, k_dim, 0, path_columns);
             loaded_node = n;
           }
           // The rows of one node follow each other and are scored together.
           const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-          score<A>(same, q + (r0 + r) * k_dim, k_dim, path_columns, pitch, k_dim,
-                   (length + L - 1) / L, scores + r * scores_pitch + path_begin[r], scores_pitch);
+          score<A, Pack>(same, q + (r0 + r) * words, words, path_columns, 0, (length + L - 1) / L,
+                         scores + r * scores_pitch + path_begin[r], scores_pitch);
           for (int i = 1; i < same; ++i) {
             path_begin[r + i] = path_begin[r];
             path_end[r + i] = path_end[r];
@@ -887,7 +1010,7 @@ void attend(const AttentionParams& p, int64_t task) {
           const int64_t to = path ? path_end[r] : end[r];
           const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
           A* row = scores + r * scores_pitch;
-          cap_scores<A>(row, whole_from, whole_to, cap);
+          cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
           std::fill(row + whole_from, row + from, kMinusInfinity);
           std::fill(row + to, row + whole_to, kMinusInfinity);
           if (path) {
@@ -903,44 +1026,71 @@ void attend(const AttentionParams& p, int64_t task) {
             sees[r] = any;
             if (!any) continue;
           }
-          exponentiate<A>(row, whole_from, whole_to, &peak[r], &total[r]);
+          exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch, &peak[r],
+                                &total[r]);
         }
 
+        // Words of shared keys that a row sees whole; a pair it sees half of is completed by a row
+        // of zeros, or by the first key of its path.
         std::fill(sum, sum + count * row_pitch, A(0));
+        int64_t word_begin[kRows], word_end[kRows];
+        const auto add_half = [&](int r, const C* a, const C* b, int64_t word) {
+          const C* pair[2] = {a, b};
+          load_value<C, A>(read_v, pair, v_dim, steps, steps + 1, path_values);
+          accumulate<A, Pack>(1, weights + r * scores_pitch + word - steps, scores_pitch,
+                              Panels<A>{path_values, steps + 1}, steps, steps + 1, vectors,
+                              sum + r * row_pitch, row_pitch);
+        };
+        for (int r = 0; r < count; ++r) {
+          word_begin[r] = (begin[r] + Pack - 1) / Pack;
+          word_end[r] = std::max(word_begin[r], end[r] / Pack);
+          if (begin[r] % Pack != 0) add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);
+        }
         if (in_place) {
-          accumulate_shared<A>(count, scores, scores_pitch, RowsInPlace<C, A>{v_rows, read_v},
-                               begin, end, vectors, sum, row_pitch);
+          accumulate_shared<A, Pack>(count, weights, scores_pitch,
+                                     RowsInPlace<C, A>{v_rows, read_v}, word_begin, word_end,
+                                     vectors, sum, row_pitch);
         } else {
-          accumulate_shared<A>(count, scores, scores_pitch, RowsInScratch<A>{values, row_pitch},
-                               begin, end, vectors, sum, row_pitch);
+          accumulate_shared<A, Pack>(count, weights, scores_pitch, Panels<A>{values, steps},
+                                     word_begin, word_end, vectors, sum, row_pitch);
         }
         for (int r = 0; r < count;) {
-          const int64_t n = node_of[r0 + r], length = path_end[r] - path_begin[r];
+          const int64_t n = node_of[r0 + r];
           const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-          if (length <= 0) {
-            r += same;
+          if (path_end[r] <= path_begin[r]) {
+            for (; r < count && node_of[r0 + r] == n; ++r) {
+              if (end[r] % Pack != 0) add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);
+            }
             continue;
           }
-          const int32_t* path = paths.data() + view[n].path + (start + path_begin[r] - prefix);
-          const A* weights = scores + r * scores_pitch + path_begin[r];
+          const int32_t* path = paths.data() + view[n].path + (start - prefix);
+          const int64_t first = path_begin[r] / Pack, last = (path_end[r] + Pack - 1) / Pack;
           if (n != valued_node) {
-            for (int64_t j = 0; j < length; ++j) {
-              if (path[j] < 0) continue;
-              path_v[j] = v_slots[path[j]];
-              if (v_dim % L != 0)
-                load_row<C, A>(read_v, path_v[j], v_dim, path_values + j * row_pitch);
+            // The value at a position, null where the node does not see it.
+            const auto seen = [&](int64_t j) -> const C* {
+              if (j >= path_end[r]) return nullptr;
+              if (j >= path_begin[r]) return path[j] < 0 ? nullptr : v_slots[path[j]];
+              return begin[r] <= j && j < end[r] ? v_rows[j] : nullptr;
+            };
+            for (int64_t i = first; i < last; ++i) {
+              const C* word[Pack];
+              valued[i - first] = false;
+              for (int j = 0; j < Pack; ++j) {
+                const C* row = seen(i * Pack + j);
+                valued[i - first] |= row != nullptr;
+                word[j] = row == nullptr ? zero : row;
+              }
+              if (valued[i - first]) {
+                load_value<C, A>(read_v, word, v_dim, i - first, steps + 1, path_values);
+              }
             }
             valued_node = n;
           }
-          for (int64_t j = 0, stop; j < length; j = stop + 1) {
-            for (stop = j; stop < length && path[stop] >= 0;) ++stop;
-            if (v_dim % L == 0) {
-              accumulate<A>(same, weights, scores_pitch, RowsInPlace<C, A>{path_v, read_v}, j, stop,
-                            vectors, sum + r * row_pitch, row_pitch);
-            } else {
-              accumulate<A>(same, weights, scores_pitch, RowsInScratch<A>{path_values, row_pitch},
-                            j, stop, vectors, sum + r * row_pitch, row_pitch);
-            }
+          for (int64_t i = 0, stop; i < last - first; i = stop + 1) {
+            for (stop = i; stop < last - first && valued[stop];) ++stop;
+            accumulate<A, Pack>(same, weights + r * scores_pitch + first, scores_pitch,
+                                Panels<A>{path_values, steps + 1}, i, stop, vectors,
+                                sum + r * row_pitch, row_pitch);
           }
           r += same;
         }
@@ -962,6 +1112,9 @@ void attend(const AttentionParams& p, int64_t task) {
 
 }  // namespace
 
+#ifdef EAGLE2_BF16_PAIRS
+extern const AttentionTask kBFloat16 = attend<c10::BFloat16, float>;
+#else
 extern const AttentionKernels kAttention = {
     attend<double, double>,
     attend<float, float>,
@@ -969,3 +1122,4 @@ extern const AttentionKernels kAttention = {
     attend<c10::BFloat16, float>,
     attend<c10::Float8_e4m3fn, float>,
 };
+#endif

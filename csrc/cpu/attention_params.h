@@ -82,5 +82,8 @@ extern const AttentionKernels kAttention;
 namespace avx512 {
 extern const AttentionKernels kAttention;
 }
+namespace avx512_bf16 {  // the other types as in avx512
+extern const AttentionTask kBFloat16;
+}
 
 }  // namespace eagle2

@@ -62,8 +62,20 @@ class Mutant:
         return f"{self.name}: expected its old text once, found it {count} times"
 
     def missing(self) -> str:
-        """The module it needs, where that is not installed."""
+        """The module it needs, where that is not installed, or the level this CPU lacks."""
+        if self.isa == "avx512_bf16" and " avx512_bf16 " not in cpu_flags():
+            return self.isa
         return self.needs if self.needs and importlib.util.find_spec(self.needs) is None else ""
+
+
+@functools.cache
+def cpu_flags() -> str:
+    """The flags of /proc/cpuinfo, each between blanks."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((f" {x.partition(':')[2]} " for x in lines if x.startswith("flags")), "")
 
 
 @functools.cache
@@ -106,6 +118,13 @@ DRAFT = "eagle2_kernels/models/draft.py"
 def kernel(old: str, new: str, slugs: str, **more) -> Mutant:
     """A mutant of the attention kernel, at the level that compiles fastest."""
     return Mutant(KERNEL, old, new, slugs, objects="attention_portable", isa="portable", **more)
+
+
+def pairs(old: str, new: str, slugs: str, **more) -> Mutant:
+    """A mutant of the attention kernel where it multiplies pairs of bfloat16."""
+    return Mutant(
+        KERNEL, old, new, slugs, objects="attention_avx512_bf16", isa="avx512_bf16", **more
+    )
 
 
 def tree(old: str, new: str, slugs: str, objects: str = "flatten", **more) -> Mutant:
@@ -327,6 +346,37 @@ ATTENTION_MUTANTS = [
         "positions[r, slot] = prefix_lens[r] + len(walk) - 1",
         "positions[r, slot] = prefix_lens.max() + len(walk) - 1",
         "ragged_batch_has_its_own_positions",
+    ),
+    pairs(
+        "word[j] = row == nullptr ? zero : row;",
+        "word[j] = row == nullptr ? v_rows[0] : row;",
+        "",
+        tests="test_attention.py::test_poison_outside_the_window_of_a_path",
+    ),
+    pairs(
+        "add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);",
+        "add_half(r, v_rows[begin[r] - 1], v_rows[begin[r]], begin[r] / Pack);",
+        "poison_in_an_invisible_slot",
+        tests="test_attention.py::test_invisible_slots_do_not_touch_the_result",
+        quick=True,
+    ),
+    pairs(
+        "add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);",
+        "add_half(r, v_rows[end[r] - 1], v_rows[end[r] - 1], 0);",
+        "",
+        tests="test_attention.py::test_node_equals_plain_decoding",
+    ),
+    pairs(
+        "if (j >= path_begin[r]) return path[j] < 0 ? nullptr : v_slots[path[j]];",
+        "if (j >= path_begin[r]) return v_slots[path[j] < 0 ? ~path[j] : path[j]];",
+        "",
+        tests="test_attention.py::test_poison_outside_the_window_of_a_path",
+    ),
+    pairs(
+        "if constexpr (Pack == 2) x = x * scale;",
+        "",
+        "",
+        tests="test_attention.py::test_matches_oracle",
     ),
     Mutant(
         "csrc/cpu/isa.cpp",
