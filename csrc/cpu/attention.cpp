@@ -38,11 +38,59 @@ const AttentionKernels& kernels() {
   return chosen;
 }
 
-void attend_all(const AttentionParams& params, AttentionTask attend) {
-  const int64_t requests = params.batch + (params.padding_rows > 0 ? 1 : 0);
-  parallel_for(requests * params.kv_heads * params.splits, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) attend(params, task);
+// Bytes of partial results that a call may take, and a thread keeps for the next.
+constexpr int64_t kMostPartial = int64_t{64} << 20, kKeptPartial = int64_t{16} << 20;
+
+// How the work of a call is shared out. Tasks with other nodes of a KV head load its keys again, so
+// keys are shared first, where there are enough; what the tasks do never shows in a row's bits.
+void share_out(AttentionParams& p, const AttentionKernel& kernel) {
+  int64_t longest = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t prefix = std::clamp<int64_t>(p.prefix_lens[b * p.prefix_stride], 0, p.capacity);
+    longest =
+        std::max(longest, std::min(p.capacity, prefix + (p.tree_len < 0 ? p.nodes : p.tree_len)));
+  }
+  const int64_t segment = p.chunk * kSegmentChunks;
+  p.segments = std::max<int64_t>(1, (longest + segment - 1) / segment);
+  p.parts = p.splits = 1;
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
+  if (heads % threads == 0 || heads >= 4 * threads) return;
+  const int64_t row_bytes = p.segments * part_size(p.v_dim, kernel.lanes) * kernel.element_size;
+  const int64_t rows = heads * std::max(p.nodes, p.padding_rows) * p.group;
+  if (p.segments >= 4 && rows * row_bytes <= kMostPartial) {
+    p.parts = 4;
+    while (p.parts < p.segments && heads * p.parts % threads != 0) ++p.parts;
+  }
+  const int64_t tasks = heads * p.parts;
+  if (tasks % threads != 0 && tasks < 4 * threads) {
+    p.splits = std::min(std::max<int64_t>(p.nodes, 1),
+                        tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
+  }
+}
+
+void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
+  static thread_local std::vector<double> memory;
+  share_out(p, kernel);
+  const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
+  const int64_t nodes = std::max(p.nodes, p.padding_rows);
+  if (p.parts > 1) {
+    const int64_t elements =
+        heads * nodes * p.group * p.segments * part_size(p.v_dim, kernel.lanes);
+    const size_t words = static_cast<size_t>(elements * kernel.element_size) / sizeof(double) + 1;
+    if (memory.size() < words) memory = std::vector<double>(words);
+    p.partial = memory.data();
+  }
+  parallel_for(heads * p.splits * p.parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) kernel.attend(p, task);
   });
+  if (p.parts == 1) return;
+  parallel_for(heads * nodes, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) kernel.merge(p, task);
+  });
+  if (static_cast<int64_t>(memory.size() * sizeof(double)) > kKeptPartial) {
+    memory = std::vector<double>();
+  }
 }
 
 // Keys per chunk when the caller does not say: a chunk of K and of V, converted, stays in the
@@ -314,16 +362,6 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
     std::copy_n(sums.stride, 3, p.lse_stride);
   }
   if (total == 0 || (p.batch == 0 && !ragged)) return;
-
-  // Parts of the nodes repeat the loading of keys, so there are only as many as keep the threads
-  // busy.
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t tasks = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
-  p.splits = 1;
-  if (tasks % threads != 0 && tasks < 4 * threads) {
-    p.splits = std::min(std::max<int64_t>(p.nodes, 1),
-                        tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
-  }
 
   const AttentionKernels& level = kernels();
   switch (k_cache.scalar_type()) {

@@ -2,9 +2,10 @@
 // inside a namespace of its own with the level's instructions switched on and EAGLE2_VECTOR_BYTES
 // set. No include guard, no includes.
 //
-// One task is (request, KV head, range of nodes). Its rows are node-major, then the query heads of
-// the group. C is the type of the caches (that of q and out, or float8), A that of the arithmetic.
-// Keys are taken in position order; chunk c holds positions c * chunk and following:
+// One task is (request, KV head, range of nodes, range of segments). Its rows are node-major, then
+// the query heads of the group. C is the type of the caches (that of q and out, or float8), A that
+// of the arithmetic. Keys are taken in position order; chunk c holds positions c * chunk and
+// following:
 //
 //     prefix                                   | own path
 //     [ chunk 0 ][ chunk 1 ] ... [ chunk c ....|.........][ chunk c + 1 ]
@@ -19,7 +20,9 @@
 // over the head dim, an output element one chain over the chunk's keys in position order, and
 // vector lanes hold different keys or different elements, so that blocking, batching and order of
 // storage cannot touch a chain. The only sum across lanes (the softmax denominator of a chunk)
-// assigns lanes by position. Chunks merge in ascending order, one by one.
+// assigns lanes by position. The chunks of a segment (kSegmentChunks of them, at fixed positions)
+// merge in ascending order, one by one, and so do the segments, in the task that made them or,
+// where several tasks share the keys, in merge_parts.
 
 namespace {
 
@@ -317,15 +320,24 @@ inline int64_t panel_offset(int64_t v, int64_t i, int64_t steps) {
   return ((v / kColumns * steps + i) * kColumns + v % kColumns) * kLanes<A>;
 }
 
+template <typename C>
+inline void prefetch_rows(const C* const* rows, int64_t count, int64_t dim) {
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t d = 0; d < dim; d += 64 / sizeof(C)) __builtin_prefetch(rows[j] + d, 0, 2);
+  }
+}
+
 // Rows as columns of words in panels, converted: lane j of vector v at step d is word d of row
 // v * lanes + j. Reads `count` rows rounded up to a multiple of the lane count; `first` is the
-// vector of the first.
+// vector of the first. Rows that `ahead` (if any) names are fetched into the cache meanwhile.
 template <typename C, typename A>
 void load_transposed(Reader<C, A> reader, const C* const* rows, int64_t count, int64_t dim,
-                     int64_t first, A* columns) {
+                     int64_t first, A* columns, const C* const* ahead = nullptr,
+                     int64_t ahead_dim = 0) {
   constexpr int L = kLanes<A>;
   const int64_t words = (dim + kPack<C> - 1) / kPack<C>;
   for (int64_t j = 0; j < count; j += L) {
+    if (ahead != nullptr) prefetch_rows(ahead + j, std::min<int64_t>(L, count - j), ahead_dim);
     A* to = columns + panel_offset<A>(first + j / L, 0, words);
     int64_t d = 0;
     for (; d < words; d += L) {
@@ -384,14 +396,24 @@ inline void load_value(Reader<C, A> reader, const C* const* rows, int64_t dim, i
 }
 
 // Where values come from, V vectors from vector v on: rows in place, converted as they are read, or
-// a scratch block of words in panels.
+// a scratch block of words in panels. `ahead` (if any) are rows to fetch into the cache meanwhile.
 template <typename C, typename A>
 struct RowsInPlace {
   const C* const* rows;
   Reader<C, A> reader;
+  const C* const* ahead;
   template <int V>
   void read(int64_t i, int64_t v, typename Vector<A>::type* value) const {
     constexpr int L = kLanes<A>;
+    if (ahead != nullptr) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kPack<C>; ++k) {
+#pragma GCC unroll 8
+        for (int d = 0; d < V * L; d += 64 / sizeof(C)) {
+          __builtin_prefetch(ahead[kPack<C> * i + k] + v * L + d, 0, 2);
+        }
+      }
+    }
 #ifdef EAGLE2_BF16_PAIRS
     if constexpr (kPack<C> == 2) {
       const C *a = rows[2 * i] + v * L, *b = rows[2 * i + 1] + v * L;
@@ -587,12 +609,15 @@ void exponentiate(const A* scores, int64_t begin, int64_t end, A* weights, A* pe
   *total = sum_lanes<A>(sum);
 }
 
-// The running softmax of a row takes in one chunk. The larger of the two peaks keeps its weight of
-// exactly 1, so each update is a single multiply-add.
+// The running softmax of a row takes in one part. The larger of the two peaks keeps its weight of
+// exactly 1, so each update is a single multiply-add. A softmax of nothing has a total of 0.
 template <typename A>
-void merge_chunk(A peak, A total, const A* sum, int64_t dim, A* row_peak, A* row_total,
-                 A* row_sum) {
-  if (peak > *row_peak) {
+void merge_part(A peak, A total, const A* sum, int64_t dim, A* row_peak, A* row_total, A* row_sum) {
+  if (*row_total == 0) {
+    std::copy(sum, sum + dim, row_sum);
+    *row_peak = peak;
+    *row_total = total;
+  } else if (peak > *row_peak) {
     const A decay = exp2_nonpositive_scalar<A>(*row_peak - peak);
     for (int64_t d = 0; d < dim; d += kLanes<A>) {
       store(row_sum + d, load(sum + d) + load(row_sum + d) * decay);
@@ -836,13 +861,26 @@ void store_row(const AttentionParams& p, const Request& request, int64_t node, i
               : static_cast<float>((peak + std::log2(total)) * static_cast<A>(kLn2));
 }
 
+// The softmax of segment `segment` of a row, where several tasks share the keys: peak, total, sum.
+template <typename A>
+inline A* part_of(const AttentionParams& p, int64_t request, int64_t kv_head, int64_t row,
+                  int64_t segment) {
+  const int64_t size = part_size(p.v_dim, kLanes<A>);
+  const int64_t rows = std::max(p.nodes, p.padding_rows) * p.group;
+  const int64_t at = ((request * p.kv_heads + kv_head) * rows + row) * p.segments + segment;
+  return static_cast<A*>(p.partial) + at * size;
+}
+
 template <typename C, typename A>
 void attend(const AttentionParams& p, int64_t task) {
   constexpr int L = kLanes<A>, Pack = kPack<C>;
   constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
-  const int64_t split = task % p.splits;
-  const int64_t kv_head = task / p.splits % p.kv_heads;
-  const Request request = request_of(p, task / p.splits / p.kv_heads);
+  const int64_t part = task % p.parts;
+  const int64_t split = task / p.parts % p.splits;
+  const int64_t kv_head = task / p.parts / p.splits % p.kv_heads;
+  const Request request = request_of(p, task / p.parts / p.splits / p.kv_heads);
+  const int64_t segment_begin = p.segments * part / p.parts;
+  const int64_t segment_end = p.segments * (part + 1) / p.parts;
   const int64_t node_begin = request.rows * split / p.splits;
   const int64_t node_end = request.rows * (split + 1) / p.splits;
   if (node_begin == node_end) return;
@@ -870,6 +908,9 @@ void attend(const AttentionParams& p, int64_t task) {
   A* row_peak = arena.take<A>(tile_rows);
   A* row_total = arena.take<A>(tile_rows);
   A* row_sum = arena.take<A>(tile_rows * row_pitch);
+  A* whole_peak = arena.take<A>(tile_rows);
+  A* whole_total = arena.take<A>(tile_rows);
+  A* whole_sum = arena.take<A>(p.parts == 1 ? tile_rows * row_pitch : 0);
   A* columns = arena.take<A>(words * panels(key_vectors));
   A* path_columns = arena.take<A>(words * panels(key_vectors));
   A* values = arena.take<A>(steps * panels(vectors));
@@ -878,8 +919,11 @@ void attend(const AttentionParams& p, int64_t task) {
   A* weights = Pack == 1 ? scores : arena.take<A>(kRows * scores_pitch);
   A* sum = arena.take<A>(kRows * row_pitch);
   C* zero = arena.take<C>(std::max(k_dim, v_dim));
+  // Of this chunk and of the next, which is fetched into the cache meanwhile.
   const C** k_rows = arena.take<const C*>(pitch);
   const C** v_rows = arena.take<const C*>(pitch);
+  const C** next_k = arena.take<const C*>(pitch);
+  const C** next_v = arena.take<const C*>(pitch);
   const C** path_k = arena.take<const C*>(pitch);
   bool* valued = arena.take<bool>(steps + 1);
   NodeView* view = arena.take<NodeView>(tile_nodes);
@@ -924,202 +968,275 @@ void attend(const AttentionParams& p, int64_t task) {
                         (request.first_row + tile + node_of[r]) * p.q_stride[1] +
                         (kv_head * group + r % group) * p.q_stride[2],
                     scale, q + r * words);
-      row_peak[r] = kMinusInfinity;
-      row_total[r] = 0;
+      whole_peak[r] = kMinusInfinity;
+      whole_total[r] = 0;
     }
-    std::fill(row_sum, row_sum + rows * row_pitch, A(0));
+    if (p.parts == 1) std::fill(whole_sum, whole_sum + rows * row_pitch, A(0));
 
     const bool in_place =
         v_dim % (Pack * L) == 0 && ((std::is_same_v<C, A> && rows <= 64) || rows <= kRows);
     const int64_t first_chunk = first_key == INT64_MAX ? 0 : first_key / chunk;
-    for (int64_t c = first_chunk; c * chunk < last_key; ++c) {
-      const int64_t start = c * chunk;
-      const int64_t shared = std::clamp<int64_t>(shared_end - start, 0, chunk);
-      const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
-      if (shared > skip) {
-        const int64_t count = shared - skip;
-        cache_rows<C>(p, p.k, p.k_stride, request.index, kv_head, start + skip, count, zero,
-                      k_rows + skip);
-        cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, start + skip, count, zero,
-                      v_rows + skip);
-        for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
-        load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns);
-        if (!in_place) {
-          for (int64_t i = skip / Pack; i < shared / Pack; ++i) {
-            load_value<C, A>(read_v, v_rows + i * Pack, v_dim, i, steps, values);
+    const int64_t last_chunk = (last_key + chunk - 1) / chunk;
+    const auto shared_of = [&](int64_t c) {
+      return std::clamp<int64_t>(shared_end - c * chunk, 0, chunk);
+    };
+    const auto find_rows = [&](int64_t c, const C** to_k, const C** to_v) {
+      const int64_t shared = shared_of(c);
+      const int64_t skip = std::clamp<int64_t>(first_key - c * chunk, 0, shared) / L * L;
+      cache_rows<C>(p, p.k, p.k_stride, request.index, kv_head, c * chunk + skip, shared - skip,
+                    zero, to_k + skip);
+      cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, c * chunk + skip, shared - skip,
+                    zero, to_v + skip);
+    };
+    int64_t found = -1;  // the chunk whose rows next_k and next_v name
+
+    for (int64_t segment = segment_begin; segment < segment_end; ++segment) {
+      std::fill(row_peak, row_peak + rows, kMinusInfinity);
+      std::fill(row_total, row_total + rows, A(0));
+      const int64_t chunk_end = std::min(last_chunk, (segment + 1) * kSegmentChunks);
+      for (int64_t c = std::max(first_chunk, segment * kSegmentChunks); c < chunk_end; ++c) {
+        const int64_t start = c * chunk;
+        const int64_t shared = shared_of(c);
+        const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
+        if (found != c) find_rows(c, next_k, next_v);
+        std::swap(k_rows, next_k);
+        std::swap(v_rows, next_v);
+        const int64_t ahead = shared_of(c + 1);
+        found = c + 1;
+        if (ahead > 0) find_rows(c + 1, next_k, next_v);
+        const bool one_block = rows <= kRows;
+        if (shared > skip) {
+          const int64_t count = shared - skip;
+          for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
+          load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns,
+                                one_block ? v_rows + skip : nullptr, v_dim);
+          if (!in_place) {
+            for (int64_t i = skip / Pack; i < shared / Pack; ++i) {
+              load_value<C, A>(read_v, v_rows + i * Pack, v_dim, i, steps, values);
+            }
+          }
+        }
+
+        int64_t loaded_node = -1, valued_node = -1;  // whose path's keys and values are at hand
+        for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
+          const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
+          if (!one_block) {
+            const int64_t from = ahead * r0 / rows;
+            const int64_t fetched = ahead * std::min(r0 + kRows, rows) / rows - from;
+            prefetch_rows(next_k + from, fetched, k_dim);
+            prefetch_rows(next_v + from, fetched, v_dim);
+          }
+          int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
+          int64_t low = chunk, high = 0;
+          for (int r = 0; r < count; ++r) {
+            const NodeView& see = view[node_of[r0 + r]];
+            begin[r] = std::clamp<int64_t>(see.begin - start, 0, chunk);
+            end[r] = std::clamp<int64_t>(see.end - start, 0, chunk);
+            if (begin[r] >= end[r]) begin[r] = end[r] = 0;
+            if (end[r] > 0) low = std::min(low, begin[r]);
+            high = std::max(high, end[r]);
+          }
+          if (low < high) {
+            score<A, Pack>(count, q + r0 * words, words, columns, low / L, (high + L - 1) / L,
+                           scores, scores_pitch);
+          }
+
+          // Positions of the path inside this chunk: [path_begin, path_end), per row.
+          int64_t path_begin[kRows], path_end[kRows];
+          for (int r = 0; r < count; ++r) {
+            const int64_t n = node_of[r0 + r];
+            const NodeView& see = view[n];
+            path_begin[r] = std::clamp<int64_t>(prefix - start, 0, chunk);
+            path_end[r] = see.path_count == 0
+                              ? path_begin[r]
+                              : std::clamp<int64_t>(prefix + see.path_count - start, 0, chunk);
+            const int64_t length = path_end[r] - path_begin[r];
+            if (length <= 0) continue;
+            if (n != loaded_node) {
+              const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
+              for (int64_t j = 0; j < length; ++j) {
+                path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
+              }
+              for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
+              load_transposed<C, A>(read_k, path_k, length, k_dim, 0, path_columns);
+              loaded_node = n;
+            }
+            // The rows of one node follow each other and are scored together.
+            const int same =
+                static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+            score<A, Pack>(same, q + (r0 + r) * words, words, path_columns, 0, (length + L - 1) / L,
+                           scores + r * scores_pitch + path_begin[r], scores_pitch);
+            for (int i = 1; i < same; ++i) {
+              path_begin[r + i] = path_begin[r];
+              path_end[r + i] = path_end[r];
+            }
+            r += same - 1;
+          }
+
+          A peak[kRows], total[kRows];
+          bool sees[kRows];
+          for (int r = 0; r < count; ++r) {
+            const bool path = path_end[r] > path_begin[r];
+            sees[r] = path || begin[r] < end[r];
+            if (!sees[r]) continue;
+            const int64_t from = begin[r] < end[r] ? begin[r] : path_begin[r];
+            const int64_t to = path ? path_end[r] : end[r];
+            const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
+            A* row = scores + r * scores_pitch;
+            cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
+            std::fill(row + whole_from, row + from, kMinusInfinity);
+            std::fill(row + to, row + whole_to, kMinusInfinity);
+            if (path) {
+              const NodeView& see = view[node_of[r0 + r]];
+              bool any = begin[r] < end[r];
+              for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
+                if (paths[see.path + start + j - prefix] < 0) {
+                  row[j] = kMinusInfinity;
+                } else {
+                  any = true;
+                }
+              }
+              sees[r] = any;
+              if (!any) continue;
+            }
+            exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch, &peak[r],
+                                  &total[r]);
+          }
+
+          // Words of shared keys that a row sees whole; a pair it sees half of is completed by a
+          // row of zeros, or by the first key of its path.
+          std::fill(sum, sum + count * row_pitch, A(0));
+          int64_t word_begin[kRows], word_end[kRows];
+          const auto add_half = [&](int r, const C* a, const C* b, int64_t word) {
+            const C* pair[2] = {a, b};
+            load_value<C, A>(read_v, pair, v_dim, steps, steps + 1, path_values);
+            accumulate<A, Pack>(1, weights + r * scores_pitch + word - steps, scores_pitch,
+                                Panels<A>{path_values, steps + 1}, steps, steps + 1, vectors,
+                                sum + r * row_pitch, row_pitch);
+          };
+          for (int r = 0; r < count; ++r) {
+            word_begin[r] = (begin[r] + Pack - 1) / Pack;
+            word_end[r] = std::max(word_begin[r], end[r] / Pack);
+            if (begin[r] % Pack != 0) add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);
+          }
+          if (in_place) {
+            accumulate_shared<A, Pack>(
+                count, weights, scores_pitch,
+                RowsInPlace<C, A>{v_rows, read_v,
+                                  one_block && ahead == chunk && k_dim == v_dim ? next_k : nullptr},
+                word_begin, word_end, vectors, sum, row_pitch);
+          } else {
+            accumulate_shared<A, Pack>(count, weights, scores_pitch, Panels<A>{values, steps},
+                                       word_begin, word_end, vectors, sum, row_pitch);
+          }
+          for (int r = 0; r < count;) {
+            const int64_t n = node_of[r0 + r];
+            const int same =
+                static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+            if (path_end[r] <= path_begin[r]) {
+              for (; r < count && node_of[r0 + r] == n; ++r) {
+                if (end[r] % Pack != 0) add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);
+              }
+              continue;
+            }
+            const int32_t* path = paths.data() + view[n].path + (start - prefix);
+            const int64_t first = path_begin[r] / Pack, last = (path_end[r] + Pack - 1) / Pack;
+            if (n != valued_node) {
+              // The value at a position, null where the node does not see it.
+              const auto seen = [&](int64_t j) -> const C* {
+                if (j >= path_end[r]) return nullptr;
+                if (j >= path_begin[r]) return path[j] < 0 ? nullptr : v_slots[path[j]];
+                return begin[r] <= j && j < end[r] ? v_rows[j] : nullptr;
+              };
+              for (int64_t i = first; i < last; ++i) {
+                const C* word[Pack];
+                valued[i - first] = false;
+                for (int j = 0; j < Pack; ++j) {
+                  const C* row = seen(i * Pack + j);
+                  valued[i - first] |= row != nullptr;
+                  word[j] = row == nullptr ? zero : row;
+                }
+                if (valued[i - first]) {
+                  load_value<C, A>(read_v, word, v_dim, i - first, steps + 1, path_values);
+                }
+              }
+              valued_node = n;
+            }
+            for (int64_t i = 0, stop; i < last - first; i = stop + 1) {
+              for (stop = i; stop < last - first && valued[stop];) ++stop;
+              accumulate<A, Pack>(same, weights + r * scores_pitch + first, scores_pitch,
+                                  Panels<A>{path_values, steps + 1}, i, stop, vectors,
+                                  sum + r * row_pitch, row_pitch);
+            }
+            r += same;
+          }
+
+          for (int r = 0; r < count; ++r) {
+            if (!sees[r]) continue;
+            merge_part<A>(peak[r], total[r], sum + r * row_pitch, row_pitch, &row_peak[r0 + r],
+                          &row_total[r0 + r], row_sum + (r0 + r) * row_pitch);
           }
         }
       }
 
-      int64_t loaded_node = -1, valued_node = -1;  // whose path's keys and values are at hand
-      for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
-        const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
-        int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
-        int64_t low = chunk, high = 0;
-        for (int r = 0; r < count; ++r) {
-          const NodeView& see = view[node_of[r0 + r]];
-          begin[r] = std::clamp<int64_t>(see.begin - start, 0, chunk);
-          end[r] = std::clamp<int64_t>(see.end - start, 0, chunk);
-          if (begin[r] >= end[r]) begin[r] = end[r] = 0;
-          if (end[r] > 0) low = std::min(low, begin[r]);
-          high = std::max(high, end[r]);
-        }
-        if (low < high) {
-          score<A, Pack>(count, q + r0 * words, words, columns, low / L, (high + L - 1) / L, scores,
-                         scores_pitch);
-        }
-
-        // Positions of the path inside this chunk: [path_begin, path_end), per row.
-        int64_t path_begin[kRows], path_end[kRows];
-        for (int r = 0; r < count; ++r) {
-          const int64_t n = node_of[r0 + r];
-          const NodeView& see = view[n];
-          path_begin[r] = std::clamp<int64_t>(prefix - start, 0, chunk);
-          path_end[r] = see.path_count == 0
-                            ? path_begin[r]
-                            : std::clamp<int64_t>(prefix + see.path_count - start, 0, chunk);
-          const int64_t length = path_end[r] - path_begin[r];
-          if (length <= 0) continue;
-          if (n != loaded_node) {
-            const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
-            for (int64_t j = 0; j < length; ++j) {
-              path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
-            }
-            for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
-            load_transposed<C, A>(read_k, path_k, length, k_dim, 0, path_columns);
-            loaded_node = n;
+      for (int64_t r = 0; r < rows; ++r) {
+        if (p.parts > 1) {
+          A* to = part_of<A>(p, request.index, kv_head, tile * group + r, segment);
+          to[0] = row_peak[r];
+          to[1] = row_total[r];
+          if (row_total[r] != 0) {
+            std::copy(row_sum + r * row_pitch, row_sum + (r + 1) * row_pitch, to + L);
           }
-          // The rows of one node follow each other and are scored together.
-          const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-          score<A, Pack>(same, q + (r0 + r) * words, words, path_columns, 0, (length + L - 1) / L,
-                         scores + r * scores_pitch + path_begin[r], scores_pitch);
-          for (int i = 1; i < same; ++i) {
-            path_begin[r + i] = path_begin[r];
-            path_end[r + i] = path_end[r];
-          }
-          r += same - 1;
-        }
-
-        A peak[kRows], total[kRows];
-        bool sees[kRows];
-        for (int r = 0; r < count; ++r) {
-          const bool path = path_end[r] > path_begin[r];
-          sees[r] = path || begin[r] < end[r];
-          if (!sees[r]) continue;
-          const int64_t from = begin[r] < end[r] ? begin[r] : path_begin[r];
-          const int64_t to = path ? path_end[r] : end[r];
-          const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
-          A* row = scores + r * scores_pitch;
-          cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
-          std::fill(row + whole_from, row + from, kMinusInfinity);
-          std::fill(row + to, row + whole_to, kMinusInfinity);
-          if (path) {
-            const NodeView& see = view[node_of[r0 + r]];
-            bool any = begin[r] < end[r];
-            for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
-              if (paths[see.path + start + j - prefix] < 0) {
-                row[j] = kMinusInfinity;
-              } else {
-                any = true;
-              }
-            }
-            sees[r] = any;
-            if (!any) continue;
-          }
-          exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch, &peak[r],
-                                &total[r]);
-        }
-
-        // Words of shared keys that a row sees whole; a pair it sees half of is completed by a row
-        // of zeros, or by the first key of its path.
-        std::fill(sum, sum + count * row_pitch, A(0));
-        int64_t word_begin[kRows], word_end[kRows];
-        const auto add_half = [&](int r, const C* a, const C* b, int64_t word) {
-          const C* pair[2] = {a, b};
-          load_value<C, A>(read_v, pair, v_dim, steps, steps + 1, path_values);
-          accumulate<A, Pack>(1, weights + r * scores_pitch + word - steps, scores_pitch,
-                              Panels<A>{path_values, steps + 1}, steps, steps + 1, vectors,
-                              sum + r * row_pitch, row_pitch);
-        };
-        for (int r = 0; r < count; ++r) {
-          word_begin[r] = (begin[r] + Pack - 1) / Pack;
-          word_end[r] = std::max(word_begin[r], end[r] / Pack);
-          if (begin[r] % Pack != 0) add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);
-        }
-        if (in_place) {
-          accumulate_shared<A, Pack>(count, weights, scores_pitch,
-                                     RowsInPlace<C, A>{v_rows, read_v}, word_begin, word_end,
-                                     vectors, sum, row_pitch);
-        } else {
-          accumulate_shared<A, Pack>(count, weights, scores_pitch, Panels<A>{values, steps},
-                                     word_begin, word_end, vectors, sum, row_pitch);
-        }
-        for (int r = 0; r < count;) {
-          const int64_t n = node_of[r0 + r];
-          const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-          if (path_end[r] <= path_begin[r]) {
-            for (; r < count && node_of[r0 + r] == n; ++r) {
-              if (end[r] % Pack != 0) add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);
-            }
-            continue;
-          }
-          const int32_t* path = paths.data() + view[n].path + (start - prefix);
-          const int64_t first = path_begin[r] / Pack, last = (path_end[r] + Pack - 1) / Pack;
-          if (n != valued_node) {
-            // The value at a position, null where the node does not see it.
-            const auto seen = [&](int64_t j) -> const C* {
-              if (j >= path_end[r]) return nullptr;
-              if (j >= path_begin[r]) return path[j] < 0 ? nullptr : v_slots[path[j]];
-              return begin[r] <= j && j < end[r] ? v_rows[j] : nullptr;
-            };
-            for (int64_t i = first; i < last; ++i) {
-              const C* word[Pack];
-              valued[i - first] = false;
-              for (int j = 0; j < Pack; ++j) {
-                const C* row = seen(i * Pack + j);
-                valued[i - first] |= row != nullptr;
-                word[j] = row == nullptr ? zero : row;
-              }
-              if (valued[i - first]) {
-                load_value<C, A>(read_v, word, v_dim, i - first, steps + 1, path_values);
-              }
-            }
-            valued_node = n;
-          }
-          for (int64_t i = 0, stop; i < last - first; i = stop + 1) {
-            for (stop = i; stop < last - first && valued[stop];) ++stop;
-            accumulate<A, Pack>(same, weights + r * scores_pitch + first, scores_pitch,
-                                Panels<A>{path_values, steps + 1}, i, stop, vectors,
-                                sum + r * row_pitch, row_pitch);
-          }
-          r += same;
-        }
-
-        for (int r = 0; r < count; ++r) {
-          if (!sees[r]) continue;
-          merge_chunk<A>(peak[r], total[r], sum + r * row_pitch, row_pitch, &row_peak[r0 + r],
-                         &row_total[r0 + r], row_sum + (r0 + r) * row_pitch);
+        } else if (row_total[r] != 0) {
+          merge_part<A>(row_peak[r], row_total[r], row_sum + r * row_pitch, row_pitch,
+                        &whole_peak[r], &whole_total[r], whole_sum + r * row_pitch);
         }
       }
     }
 
+    if (p.parts > 1) continue;
     for (int64_t r = 0; r < rows; ++r) {
-      store_row<C>(p, request, tile + node_of[r], kv_head * group + r % group, row_peak[r],
-                   row_total[r], row_sum + r * row_pitch);
+      store_row<C>(p, request, tile + node_of[r], kv_head * group + r % group, whole_peak[r],
+                   whole_total[r], whole_sum + r * row_pitch);
     }
   }
 }
 
+// Merges and stores the rows of one (request, KV head, node) whose keys several tasks shared.
+template <typename C, typename A>
+void merge_parts(const AttentionParams& p, int64_t task) {
+  constexpr int L = kLanes<A>;
+  const int64_t nodes = std::max(p.nodes, p.padding_rows);
+  const int64_t node = task % nodes, kv_head = task / nodes % p.kv_heads;
+  const Request request = request_of(p, task / nodes / p.kv_heads);
+  if (node >= request.rows) return;
+  const int64_t row_pitch = (p.v_dim + L - 1) / L * L;
+  Arena arena;
+  A* sum = arena.take<A>(row_pitch);
+  for (int64_t g = 0; g < p.group; ++g) {
+    A peak = -std::numeric_limits<A>::infinity(), total = 0;
+    std::fill(sum, sum + row_pitch, A(0));
+    for (int64_t segment = 0; segment < p.segments; ++segment) {
+      const A* part = part_of<A>(p, request.index, kv_head, node * p.group + g, segment);
+      if (part[1] != 0) merge_part<A>(part[0], part[1], part + L, row_pitch, &peak, &total, sum);
+    }
+    store_row<C>(p, request, node, kv_head * p.group + g, peak, total, sum);
+  }
+}
+
+template <typename C, typename A>
+constexpr AttentionKernel kKernel = {attend<C, A>, merge_parts<C, A>, sizeof(A), kLanes<A>};
+
 }  // namespace
 
 #ifdef EAGLE2_BF16_PAIRS
-extern const AttentionTask kBFloat16 = attend<c10::BFloat16, float>;
+extern const AttentionKernel kBFloat16 = kKernel<c10::BFloat16, float>;
 #else
 extern const AttentionKernels kAttention = {
-    attend<double, double>,
-    attend<float, float>,
-    attend<c10::Half, float>,
-    attend<c10::BFloat16, float>,
-    attend<c10::Float8_e4m3fn, float>,
+    kKernel<double, double>,
+    kKernel<float, float>,
+    kKernel<c10::Half, float>,
+    kKernel<c10::BFloat16, float>,
+    kKernel<c10::Float8_e4m3fn, float>,
 };
 #endif

@@ -25,7 +25,9 @@ struct AttentionParams {
   int64_t num_blocks;    // pages, or requests
   int64_t chunk;         // kv_chunk: keys per chunk of the online softmax
   int64_t window;        // 0: none
-  int64_t splits;        // tasks that share one (request, KV head), each with a part of the nodes
+  int64_t splits;        // tasks that share one (request, KV head), each with some of the nodes
+  int64_t parts;         // tasks that share those nodes, each with some of the segments
+  int64_t segments;      // that hold the keys of any request, see attention_kernel.h
   double scale, softcap;
   float k_scale, v_scale;                // of a float8 cache, else 1
   torch::headeronly::ScalarType q_type;  // of q and out
@@ -52,7 +54,8 @@ struct AttentionParams {
   const double* sinks;  // [q_heads], null: none
   void* out;
   int64_t out_stride[3];
-  float* lse;  // null: not asked for
+  void* partial;  // parts > 1: [request, KV head, row, segment] of part_size elements
+  float* lse;     // null: not asked for
   int64_t lse_stride[3];
 };
 
@@ -66,12 +69,28 @@ struct Request {
   const int32_t* depths;  // of its slots, null: not given
 };
 
-// Task `task` of a call, of batch * kv_heads * splits (ragged: a request more where rows pad).
-using AttentionTask = void (*)(const AttentionParams&, int64_t task);
+// Chunks of a segment: a row's chunks merge within their segment, then its segments, each in
+// ascending order. Few, so that a long prefix has work for many threads; several, as a segment
+// costs a merge.
+constexpr int64_t kSegmentChunks = 4;
+
+// A row's softmax over one segment: peak and total in the first `lanes` elements, then the sum.
+constexpr int64_t part_size(int64_t v_dim, int64_t lanes) {
+  return (v_dim + lanes - 1) / lanes * lanes + lanes;
+}
+
+// One type of caches at one level: `attend` is for the tasks of a call, batch * kv_heads * splits *
+// parts of them (ragged: a request more where rows pad). With parts > 1 `merge` follows, for each
+// (request, KV head, node).
+struct AttentionKernel {
+  void (*attend)(const AttentionParams&, int64_t task);
+  void (*merge)(const AttentionParams&, int64_t task);
+  int64_t element_size, lanes;  // of the arithmetic
+};
 
 // The kernels of one level of isa.h, by type of the caches. One file instantiates each level.
 struct AttentionKernels {
-  AttentionTask float64, float32, float16, bfloat16, float8;
+  AttentionKernel float64, float32, float16, bfloat16, float8;
 };
 namespace portable {
 extern const AttentionKernels kAttention;
@@ -83,7 +102,7 @@ namespace avx512 {
 extern const AttentionKernels kAttention;
 }
 namespace avx512_bf16 {  // the other types as in avx512
-extern const AttentionTask kBFloat16;
+extern const AttentionKernel kBFloat16;
 }
 
 }  // namespace eagle2
