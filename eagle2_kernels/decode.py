@@ -1,12 +1,6 @@
-r"""The decoding loop: draft a tree, verify it in one target forward, commit the accepted path.
+r"""The decoding loop: requests in, steps on the device (`step.py`), tokens out.
 
-::
-
-    head --logits--> expand_topk, extend_draft_tree  (x max_depth)  --candidates--> build_tree
-    target --logits--> process_logits --> sample_and_verify --> compact_kv,
-        prefix_lens += accept_length + 1
-
-Shapes are the same at every step, and the only thing a step reads back is the tokens it emitted.
+Shapes are the same at every step, and the only thing that is read back is the tokens it emitted.
 Plain decoding (`EagleDecoder.generate_plain`) is the same loop without the tree. The noise of a
 sampled token belongs to its position, so both emit the same tokens from the same seed.
 """
@@ -19,13 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .cache import compact_kv
-from .flatten import build_tree
 from .generation import (
     Batch,
     Generation,
@@ -37,19 +30,21 @@ from .generation import (
     make_requests,
     read_prompts,
 )
-from .logits import count_tokens, process_logits, token_logprobs
-from .models.draft import (
-    Candidates,
-    DraftCache,
-    HeadDrafter,
-    grow_candidates,
-    new_draft_cache,
-    refeed,
-    take_rows,
-)
+from .graphs import CudaRecorder, StepGraphs, check_capturable
+from .models.draft import Candidates, DraftCache, new_draft_cache, refeed
 from .seed import VerifiedTree, eagle2_generate_tree, verify_with_target
+from .step import (
+    PlainStep,
+    State,
+    TreeStep,
+    Verified,
+    count_emitted,
+    logprobs_of,
+    process,
+    target_features,
+)
 from .tree import DraftTree
-from .verify import sample_and_verify, sample_tokens
+from .verify import sample_tokens
 
 if TYPE_CHECKING:
     from .models.heads import EagleHead
@@ -136,18 +131,12 @@ class DraftStep(NamedTuple):
 
 
 @dataclass
-class _State:
-    """A batch on the device. ``pending`` are the true pairs the head has not seen yet."""
+class _Caches:
+    """The caches of a call, and the graphs that were captured over them."""
 
-    cache: SlotCache
-    draft_cache: DraftCache
-    seeds: Tensor  # [B] int64
-    filters: dict[str, Tensor]
-    processors: dict[str, Tensor]  # of process_logits, with the history it counts
-    prefix_lens: Tensor  # [B] int32
-    roots: Tensor  # [B] int64
-    root_hidden: Tensor | None = None  # [B, 1, H], the head's output at the root's row
-    pending: tuple[Tensor, Tensor, Tensor] | None = None
+    target: SlotCache
+    draft: DraftCache
+    graphs: StepGraphs | None
 
 
 class EagleDecoder:
@@ -158,11 +147,20 @@ class EagleDecoder:
         head: the draft head; it is bound to the target's embedding and lm_head here.
         tokenizer: needed for prompts given as text, for text in results, and for stop strings.
         config: shape of the draft tree.
+        cuda_graph: run whole steps as CUDA graphs: the first two steps with a new number of
+            requests, tree shape or set of filters run eagerly, the third is captured, and from then
+            on a step is one launch. Tokens are the same. Memory of a step's temporaries is kept for
+            each of the last few of these; changing the models' weights in place is seen, replacing
+            Python values inside them is not.
 
     Raises:
         ValueError: the head's hidden size, vocabulary or device is not the target's, or the target
-            lacks the layers that an EAGLE-3 head reads.
+            lacks the layers that an EAGLE-3 head reads; ``cuda_graph`` off a CUDA device, over
+            several devices, or with checks that read values back (`eagle2_kernels.graphs`).
     """
+
+    # What turns steps into graphs; tests put their own here.
+    _recorder = CudaRecorder
 
     def __init__(
         self,
@@ -170,6 +168,8 @@ class EagleDecoder:
         head: EagleHead,
         tokenizer: Any = None,
         config: TreeConfig | None = None,
+        *,
+        cuda_graph: bool = False,
     ) -> None:
         self.target = _as_target(target)
         self.head = head
@@ -181,8 +181,11 @@ class EagleDecoder:
         if self.target.pack_weights:
             head.pack_weights()
         self._taps = head.taps(self.target.num_layers)
+        self.cuda_graph = cuda_graph
+        if cuda_graph:
+            check_capturable(self.target, head, self._recorder.device_type)
         # The caches of the last call, taken by the next one that fits into them.
-        self._idle: tuple[SlotCache, DraftCache] | None = None
+        self._idle: _Caches | None = None
 
     @classmethod
     def from_pretrained(
@@ -194,12 +197,14 @@ class EagleDecoder:
         device: torch.device | str | None = None,
         config: TreeConfig | None = None,
         pack_weights: bool = True,
+        cuda_graph: bool = False,
     ) -> EagleDecoder:
         """Load a target with its tokenizer, and a head of either kind (directory or hub name).
 
         ``dtype`` defaults to that of the target's files, for the head too.
         ``pack_weights``: on a CPU in bfloat16, spend the memory of a second copy of the linear
         layers' weights on faster forwards (the values are the same).
+        ``cuda_graph``: see the class.
         """
         from .models.heads import EagleHead
         from .models.target import load_target_model
@@ -208,7 +213,7 @@ class EagleDecoder:
             target, dtype=dtype, device=device, pack_weights=pack_weights
         )
         head = EagleHead.from_pretrained(draft, model.hf_model, dtype=model.dtype)
-        return cls(model, head.eval(), tokenizer, config)
+        return cls(model, head.eval(), tokenizer, config, cuda_graph=cuda_graph)
 
     def generate(
         self,
@@ -325,17 +330,19 @@ class EagleDecoder:
         if not batch.single:
             raise ValueError(f"prompt: expected one request, got {len(batch)}")
         request = batch.requests[0]
-        with self._device_state(batch, config.max_nodes, config) as state:
+        with self._device_state(batch, config.max_nodes, config) as (state, _):
             self._prefill(batch, state, draft=True)
             if not batch.active:
                 raise ValueError("prompt: expected room in the position table for a second token")
-            tree, candidates = self._draft(batch, state, config)
-            accept_index, emitted = self._verify(batch, state, config, tree)
+            step = self._tree_step(batch, config)
+            tree, candidates = step.draft(state)
+            verified = step.verify(state, tree)
+            emitted = self._take(batch, state, verified)
         return DraftStep(
             request.prompt,
             tree,
             _list_candidates(tree, candidates, config.top_k),
-            [slot for slot in accept_index[0].tolist() if slot >= 0],
+            [slot for slot in verified.accept_index[0].tolist() if slot >= 0],
             emitted[0],
         )
 
@@ -373,67 +380,56 @@ class EagleDecoder:
 
     @torch.inference_mode()
     def _tree_steps(self, batch: Batch, config: TreeConfig) -> Iterator[None]:
-        with self._device_state(batch, config.max_nodes, config) as state:
+        with self._device_state(batch, config.max_nodes, config) as (state, graphs):
             self._prefill(batch, state, draft=True)
             yield
+            step = self._tree_step(batch, config)
+            graph = graphs.take(step, state) if graphs is not None else None
             while batch.active:
-                tree, _ = self._draft(batch, state, config)
-                self._verify(batch, state, config, tree)
+                start = time.perf_counter()
+                if graph is None:
+                    tree, _ = step.draft(state)
+                    start = batch.spend("draft", start)
+                    verified = step.verify(state, tree)
+                else:
+                    verified = graph()
+                self._take(batch, state, verified)
+                batch.spend("verify", start)
                 yield
 
     @torch.inference_mode()
     def _plain_steps(self, batch: Batch, rows: int) -> Iterator[None]:
-        with self._device_state(batch, rows, None) as state:
+        with self._device_state(batch, rows, None) as (state, graphs):
             self._prefill(batch, state, draft=False)
             yield
-            device, b = self.target.device, len(batch)
-            tokens = torch.zeros(b, rows, dtype=torch.int64, device=device)
-            first_slot = torch.zeros(b, 1, dtype=torch.int32, device=device)
-            mask = depths = None
-            if rows > 1:
-                # Every row but the first sees nothing.
-                mask = torch.zeros(b, rows, (rows + 63) // 64, dtype=torch.int64, device=device)
-                mask[:, 0, 0] = 1
-                depths = torch.zeros(b, rows, dtype=torch.int32, device=device)
+            step = PlainStep(self.target, rows, batch.keep_logits, batch.sampling.logprobs)
+            run = partial(step, state) if graphs is None else graphs.take(step, state)
             while batch.active:
                 start = time.perf_counter()
-                alive = torch.tensor(batch.alive(), dtype=torch.int32, device=device)
-                tokens[:, 0] = state.roots
-                positions = state.prefix_lens.long()[:, None].expand(b, rows).contiguous()
-                features = self.target.forward(
-                    state.cache,
-                    tokens,
-                    positions,
-                    state.prefix_lens,
-                    tree_mask=mask,
-                    depths=depths,
-                    lengths=alive,
-                )
-                logits = self.target.logits(features)[:, :1]
-                processed = _process(logits, state.processors)
-                sampled = sample_tokens(processed, positions[:, :1], state.seeds, **state.filters)
-                logprobs = _logprobs(batch, logits, processed, first_slot, sampled)
-                _count(state.processors, sampled)
-                state.roots = sampled[:, 0]
-                state.prefix_lens = state.prefix_lens + alive
-                kept = batch.take(sampled.tolist())
-                _keep(batch, batch.requests, list(map(len, kept)), logits, logprobs)
+                self._take(batch, state, run())
                 batch.spend("verify", start)
                 yield
 
-    def _forward(self, draft: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The target's features, for its lm_head and (to ``draft``) for the head."""
-        if draft and self._taps is not None:
-            return self.target.forward_tapped(self._taps, *args, **kwargs)
-        features = self.target.forward(*args, **kwargs)
-        return features, features
+    def _tree_step(self, batch: Batch, config: TreeConfig) -> TreeStep:
+        keep = batch.keep_logits, batch.sampling.logprobs
+        return TreeStep(self.target, self.head, self._taps, config, *keep)
 
-    def _prefill(self, batch: Batch, state: _State, draft: bool) -> None:
+    def _take(self, batch: Batch, state: State, verified: Verified) -> list[list[int]]:
+        """Read a step's tokens (-1 past the path) and hand them out; returns those kept."""
+        kept = batch.take([[t for t in row if t >= 0] for row in verified.emitted.tolist()])
+        counts = list(map(len, kept))
+        _keep(batch, batch.requests, counts, verified.logits, verified.logprobs)
+        if batch.active:
+            state.send_alive(batch.alive())
+        return kept
+
+    def _prefill(self, batch: Batch, state: State, draft: bool) -> None:
         """Prompts through the target and their pairs through the head; the first new tokens.
 
         Chunks of all prompts go together, each row padded at its end.
         """
         start = time.perf_counter()
+        taps = self._taps if draft else None
         device, lens = self.target.device, [len(r.prompt) for r in batch.requests]
         b, longest = len(batch), max(lens)
         # The token after position i is column i + 1: one column more than the longest prompt.
@@ -447,8 +443,9 @@ class EagleDecoder:
             width = min(_PREFILL_ROWS, longest - first)
             columns = torch.arange(first, first + width, device=device)
             before, lengths = totals.clamp(max=first), (totals - first).clamp(0, width)
-            features, for_head = self._forward(
-                draft,
+            features, for_head = target_features(
+                self.target,
+                taps,
                 state.cache,
                 tokens[:, first : first + width].contiguous(),
                 # Padding repeats the last position, so a position table is never overrun.
@@ -463,11 +460,13 @@ class EagleDecoder:
                 logits = self.target.logits(features[rows, at - first][:, None])
                 filters = {name: value[rows] for name, value in state.filters.items()}
                 processors = {name: value[rows] for name, value in state.processors.items()}
-                processed = _process(logits, processors)
+                processed = process(logits, processors)
                 sampled = sample_tokens(processed, at[:, None], state.seeds[rows], **filters)
                 tokens[rows, at + 1] = sampled[:, 0]
                 first_slot = torch.zeros(len(ending), 1, dtype=torch.int32, device=device)
-                logprobs = _logprobs(batch, logits, processed, first_slot, sampled)
+                logprobs = logprobs_of(
+                    batch.sampling.logprobs, logits, processed, first_slot, sampled
+                )
                 requests = [batch.requests[i] for i in ending]
                 _keep(batch, requests, [1] * len(ending), logits, logprobs)
             if draft:
@@ -479,129 +478,68 @@ class EagleDecoder:
                     state.root_hidden[rows, 0] = hidden[rows, at - first]
         state.prefix_lens = totals
         state.roots = tokens.gather(1, last[:, None] + 1)[:, 0]
-        _count(state.processors, state.roots[:, None])
+        count_emitted(state.processors, state.roots[:, None])
         batch.take([[token] for token in state.roots.tolist()], forward=False)
+        if batch.active:
+            state.send_alive(batch.alive())
         batch.spend("prefill", start)
 
-    def _draft(
-        self, batch: Batch, state: _State, config: TreeConfig
-    ) -> tuple[DraftTree, Candidates]:
-        """Grow the levels from the root's row, then keep the best ``max_nodes`` nodes."""
-        start = time.perf_counter()
-        if state.pending is not None:
-            state.root_hidden = self._refeed(state, *state.pending)
-            state.pending = None
-        assert state.root_hidden is not None
-        drafter = HeadDrafter(self.head, state.draft_cache, state.prefix_lens, state.root_hidden)
-        candidates = grow_candidates(
-            drafter, len(batch), config.top_k, config.max_depth, config.stop_below
-        )
-        limits = torch.tensor(
-            batch.limits(config.max_nodes), dtype=torch.int32, device=self.target.device
-        )
-        tree = build_tree(state.roots, state.prefix_lens, *candidates, config.max_nodes, limits)
-        batch.spend("draft", start)
-        return DraftTree(*tree), candidates
-
-    def _refeed(self, state: _State, tokens: Tensor, features: Tensor, lengths: Tensor) -> Tensor:
-        """The committed pairs through the head; [B, 1, H] its output at the root's, the last."""
-        before = state.prefix_lens - lengths
-        hidden = refeed(self.head, state.draft_cache, tokens, features, before, lengths)
-        return take_rows(hidden, (lengths - 1).clamp(min=0)[:, None])
-
-    def _verify(
-        self, batch: Batch, state: _State, config: TreeConfig, tree: DraftTree
-    ) -> tuple[Tensor, list[list[int]]]:
-        """One target forward of the tree; the path the target agrees with joins the prefix.
-
-        Returns the path's slots [B, max_depth + 1] and the tokens kept.
-        """
-        start = time.perf_counter()
-        features, for_head = self._forward(
-            True,
-            state.cache,
-            tree.draft_tokens,
-            tree.position_ids,
-            state.prefix_lens,
-            tree_mask=tree.tree_mask,
-            depths=tree.depths,
-            lengths=tree.num_nodes,
-        )
-        logits = self.target.logits(features)
-        processed = _process(logits, state.processors, tree)
-        emitted, accept_index, accept_length, bonus = sample_and_verify(
-            processed,
-            tree.position_ids,
-            state.seeds,
-            tree.draft_tokens,
-            tree.first_child,
-            tree.next_sibling,
-            config.max_depth,
-            tree.num_nodes,
-            **state.filters,
-        )
-        logprobs = _logprobs(batch, logits, processed, accept_index, emitted)
-        _count(state.processors, emitted)
-        compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)
-        taken = accept_length + 1
-        path = accept_index.clamp(min=0)
-        state.prefix_lens = state.prefix_lens + taken
-        # A request that stands still keeps its root; its bonus token is -1.
-        state.roots = torch.where(taken > 0, bonus, state.roots)
-        state.pending = (emitted.clamp(min=0), take_rows(for_head, path), taken)
-        # The step's one read: -1 past the accepted path.
-        kept = batch.take([[t for t in row if t >= 0] for row in emitted.tolist()])
-        if batch.keep_logits:
-            logits = take_rows(logits, path)
-        _keep(batch, batch.requests, list(map(len, kept)), logits, logprobs)
-        batch.spend("verify", start)
-        return accept_index, kept
-
     @contextmanager
-    def _device_state(self, batch: Batch, rows: int, config: TreeConfig | None) -> Iterator[_State]:
-        """A state with room for every request's tokens and ``rows`` spare slots past them."""
+    def _device_state(
+        self, batch: Batch, rows: int, config: TreeConfig | None
+    ) -> Iterator[tuple[State, StepGraphs | None]]:
+        """A state with room for every request's tokens and ``rows`` spare slots past them.
+
+        With it come the graphs over its caches, where asked for.
+        """
         b = len(batch)
-        most = max(len(r.prompt) + r.wanted for r in batch.requests)
+        ends = [len(r.prompt) + r.wanted for r in batch.requests]
         draft_rows = 0 if config is None else config.top_k * config.max_depth
-        caches = self._take_caches(b, most + max(rows, draft_rows, 1))
+        caches = self._take_caches(b, max(ends) + max(rows, draft_rows, 1))
         device = self.target.device
         unset = torch.zeros(b, dtype=torch.int64, device=device)
         try:
-            yield _State(
-                cache=caches[0].narrow(b),
-                draft_cache=caches[1].narrow(b),
+            state = State(
+                cache=caches.target.narrow(b),
+                draft_cache=caches.draft.narrow(b),
                 seeds=torch.tensor(batch.seeds, dtype=torch.int64, device=device),
                 filters=batch.sampling.tensors(b, device),
                 processors=batch.sampling.processors(
                     [r.prompt for r in batch.requests], self.target.vocab_size, device
                 ),
+                ends=torch.tensor(ends, dtype=torch.int32, device=device),
+                alive=unset.int(),
                 prefix_lens=unset.int(),
                 roots=unset,
             )
+            yield state, caches.graphs
         finally:
             self._idle = caches
 
-    def _take_caches(self, batch: int, capacity: int) -> tuple[SlotCache, DraftCache]:
+    def _take_caches(self, batch: int, capacity: int) -> _Caches:
         """The idle caches when they are large enough, else new ones (they grow between calls)."""
         idle, self._idle = self._idle, None
         if (
             idle is not None
-            and idle[0].batch >= batch
-            and idle[0].capacity >= capacity
+            and idle.target.batch >= batch
+            and idle.target.capacity >= capacity
             # The models may have been moved or converted since.
             and all(
                 (cache.dtype, cache.device) == (model.dtype, model.device)
                 for cache, model in (
-                    (idle[0].tensors[0], self.target),
-                    (idle[1].k, self.head.fc.weight),
+                    (idle.target.tensors[0], self.target),
+                    (idle.draft.k, self.head.fc.weight),
                 )
             )
         ):
             return idle
+        if self.cuda_graph:
+            check_capturable(self.target, self.head, self._recorder.device_type)
         capacity = math.ceil(capacity / 256) * 256
-        return (
+        return _Caches(
             self.target.new_cache(batch, capacity),
             new_draft_cache(self.head, batch, capacity),
+            StepGraphs(self._recorder(self.target.device)) if self.cuda_graph else None,
         )
 
 
@@ -625,34 +563,6 @@ def _check_pair(target: TargetModel, head: EagleHead) -> None:
 def _refuse_logprobs(sampling: SamplingParams | None, call: str) -> None:
     if getattr(sampling, "logprobs", False):
         raise ValueError(f"logprobs: {call} has no place for them; use generate")
-
-
-def _process(
-    logits: Tensor, processors: dict[str, Tensor], tree: DraftTree | None = None
-) -> Tensor:
-    """The logits after bias and penalties, in float32 at least; the same tensor without any."""
-    if not processors:
-        return logits
-    processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    nodes = () if tree is None else (tree.draft_tokens, tree.parents, tree.num_nodes)
-    process_logits(processed, *nodes, **processors)
-    return processed
-
-
-def _count(processors: dict[str, Tensor], tokens: Tensor) -> None:
-    """Emitted tokens [B, T] join the history that the next step's penalties count."""
-    if "output_counts" in processors:
-        count_tokens(processors["output_counts"], tokens)
-
-
-def _logprobs(
-    batch: Batch, logits: Tensor, processed: Tensor, slots: Tensor, tokens: Tensor
-) -> Tensor | None:
-    """[B, T] log-probabilities of the tokens drawn at these slots, where asked for."""
-    asked = batch.sampling.logprobs
-    if not asked:
-        return None
-    return token_logprobs(processed if asked == "processed" else logits, slots, tokens)
 
 
 def _keep(

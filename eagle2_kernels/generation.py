@@ -496,20 +496,11 @@ class Batch:
         """1 for a request that still wants tokens, 0 for one that stands still."""
         return [int(not r.finish_reason) for r in self.requests]
 
-    def limits(self, max_nodes: int) -> list[list[int]]:
-        """`build_tree`'s limits: slots (0 stands still), and no deeper than tokens are wanted.
-
-        A path of depth d emits d + 1 tokens, so its deepest position stays inside the position
-        table whenever ``wanted`` does.
-        """
-        return [
-            [0, 0] if r.finish_reason else [max_nodes, r.wanted - len(r.tokens) - 1]
-            for r in self.requests
-        ]
-
-    def spend(self, phase: str, since: float) -> None:
-        """Add the time since ``since`` to a phase."""
-        self.seconds[phase] += time.perf_counter() - since
+    def spend(self, phase: str, since: float) -> float:
+        """Add the time since ``since`` to a phase; returns the time."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - since
+        return now
 
     def take(self, emitted: list[list[int]], forward: bool = True) -> list[list[int]]:
         """Hand each request its step's tokens; returns those kept."""

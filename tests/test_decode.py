@@ -11,6 +11,7 @@ import eagle2_kernels as ek
 from eagle2_kernels import EagleDecoder, SamplingParams, TreeConfig
 from eagle2_kernels.generation import TextStream
 from eagle2_kernels.models.heads import Eagle3Head, EagleConfig
+from eagle2_kernels.step import TreeStep
 
 pytest.importorskip("transformers")
 
@@ -848,7 +849,7 @@ def naive_level(head, features, tokens, path, hidden_of):
 
 @pytest.mark.parametrize("kind", ["EagleHead", "Eagle3Head"])
 @pytest.mark.parametrize("config", [TreeConfig(16, 3, 4), TreeConfig(40, 5, 5)], ids=ids_of)
-def test_draft_levels_equal_a_naive_recomputation(config, kind):
+def test_draft_levels_equal_a_naive_recomputation(config, kind, monkeypatch):
     """Every kept node's probability, after several steps of re-feeding true features."""
     model = tiny_model(num_hidden_layers=7)
     head = tiny_head(model, [*range(0, 61, 2), 3, 11], kind=kind)
@@ -858,13 +859,14 @@ def test_draft_levels_equal_a_naive_recomputation(config, kind):
     text = prompt + tokens
     trees = []
 
-    class Spy(EagleDecoder):
-        def _verify(self, batch, state, config, tree):
-            trees.append((tree, state.prefix_lens.clone()))
-            return super()._verify(batch, state, config, tree)
+    verify = TreeStep.verify
 
-    spy = Spy(decoder.target, decoder.head, config=config)
-    spy.generate(prompt, max_new_tokens=9, eos_token_ids=())
+    def spy(step, state, tree):
+        trees.append((tree, state.prefix_lens.clone()))
+        return verify(step, state, tree)
+
+    monkeypatch.setattr(TreeStep, "verify", spy)
+    decoder.generate(prompt, max_new_tokens=9, eos_token_ids=())
     assert len(trees) > 2
     head = decoder.head
     with torch.inference_mode():
@@ -954,18 +956,18 @@ def test_caches_are_reused_and_grow_only_between_calls(copycat):
     decoder.generate(PROMPTS[1], max_new_tokens=8)
     assert decoder._idle is first
     decoder.generate(PROMPTS, max_new_tokens=8)
-    assert decoder._idle[0].batch == 3
+    assert decoder._idle.target.batch == 3
     assert decoder.generate(PROMPTS[0], max_new_tokens=8).token_ids == plain_tokens(
         decoder, PROMPTS[0], 8
     )
     # Room for the longest sequence and a whole tree past it.
     decoder.generate(PROMPTS[0], max_new_tokens=240, config=TreeConfig(65, 8, 9))
-    assert decoder._idle[0].capacity >= len(PROMPTS[0]) + 240 + 65
+    assert decoder._idle.target.capacity >= len(PROMPTS[0]) + 240 + 65
 
 
 def test_stale_cache_contents_do_not_matter(copycat):
     expected = copycat.generate(PROMPTS, max_new_tokens=20).token_ids
-    cache, draft_cache = copycat._idle
+    cache, draft_cache = copycat._idle.target, copycat._idle.draft
     with torch.inference_mode():
         for tensor in (*cache.tensors, draft_cache.k, draft_cache.v):
             tensor.fill_(float("nan"))

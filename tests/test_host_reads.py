@@ -117,7 +117,7 @@ def test_what_needs_no_value_is_not_seen():
 @pytest.mark.parametrize("plain", [False, True], ids=["tree", "plain"])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_a_step_reads_its_tokens_and_nothing_else(model, plain):
-    """What a step sends is one small tensor: each request's limits, or who still wants a token."""
+    """What a step sends is who still wants a token, where that has changed."""
     pytest.importorskip("transformers")
     if ek.ops.backend() == "reference" or os.environ.get("EAGLE2_VALIDATE", "0") != "0":
         pytest.skip("the oracle and full validation read what they like")
@@ -140,4 +140,7 @@ def test_a_step_reads_its_tokens_and_nothing_else(model, plain):
                 break
         steps.append((seen.reads, seen.uploads))
     assert len(steps) > 3
-    assert all(step == (["tolist"], ["torch.tensor"]) for step in steps), steps
+    assert all(reads == ["tolist"] for reads, _ in steps), steps
+    uploads = [sent for _, sent in steps if sent]
+    # Three requests; nothing is sent when the last of them ends.
+    assert len(uploads) <= 2 and all(sent == ["torch.tensor"] for sent in uploads), steps

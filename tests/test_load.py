@@ -36,7 +36,7 @@ def test_two_thousand_steps_of_random_requests(load):
 
 def test_another_token_is_seen(load, monkeypatch):
     """A path that is never moved to the end of the prefix: the next step reads its siblings."""
-    monkeypatch.setattr("eagle2_kernels.decode.compact_kv", lambda *args: None)
+    monkeypatch.setattr("eagle2_kernels.step.compact_kv", lambda *args: None)
     with pytest.raises(AssertionError, match="other tokens"):
         load.Load().run(500)
 

@@ -237,7 +237,7 @@ def test_slot_is_not_position_after_second_sibling_in_the_loop(monkeypatch, batc
         moves.extend([slot for slot in row if slot >= 0] for row in accept_index.tolist())
         return compact(caches, accept_index, accept_length, prefix_lens)
 
-    monkeypatch.setattr("eagle2_kernels.decode.compact_kv", spy)
+    monkeypatch.setattr("eagle2_kernels.step.compact_kv", spy)
     settings = {"max_new_tokens": 40, "eos_token_ids": (), "keep_logits": True}
     prompts = [[3, 4, 5, 6, 7], [11]][:batch]
     for config in (ek.TreeConfig(16, 4, 4), ek.TreeConfig(33, 8, 5)):

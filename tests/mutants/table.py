@@ -110,6 +110,8 @@ CACHE = "csrc/cpu/cache.cpp"
 LOGITS = "csrc/cpu/logits.cpp"
 ORACLE = "eagle2_kernels/reference.py"
 DECODE = "eagle2_kernels/decode.py"
+STEP = "eagle2_kernels/step.py"
+GRAPHS = "eagle2_kernels/graphs.py"
 REQUESTS = "eagle2_kernels/generation.py"
 TARGET = "eagle2_kernels/models/target.py"
 DRAFT = "eagle2_kernels/models/draft.py"
@@ -1118,21 +1120,21 @@ VERIFICATION_MUTANTS = [
         objects="logits",
     ),
     Mutant(
-        DECODE,
-        "processed = _process(logits, state.processors, tree)",
+        STEP,
+        "processed = process(logits, state.processors, tree)",
         "processed = logits",
         "filters_at_every_node",
         quick=True,
     ),
     Mutant(
-        DECODE,
-        "_count(state.processors, emitted)",
-        "_count(state.processors, emitted[:, :1])",
+        STEP,
+        "count_emitted(state.processors, emitted)",
+        "count_emitted(state.processors, emitted[:, :1])",
         "filters_at_every_node",
         quick=True,
     ),
     Mutant(
-        DECODE,
+        STEP,
         "            tree.num_nodes,\n            **state.filters,",
         "            tree.num_nodes,",
         "filters_at_every_node",
@@ -1211,16 +1213,16 @@ LOOP_MUTANTS = [
         quick=True,
     ),
     Mutant(
-        REQUESTS,
-        "[max_nodes, r.wanted - len(r.tokens) - 1]",
-        "[max_nodes, max_nodes]",
+        STEP,
+        "deepest = state.ends - state.prefix_lens - 2",
+        "deepest = state.ends",
         "end_of_the_position_table",
         quick=True,
     ),
     Mutant(
-        REQUESTS,
-        "[max_nodes, r.wanted - len(r.tokens) - 1]",
-        "[max_nodes, r.wanted - len(r.tokens)]",
+        STEP,
+        "deepest = state.ends - state.prefix_lens - 2",
+        "deepest = state.ends - state.prefix_lens - 1",
         "end_of_the_position_table",
         quick=True,
     ),
@@ -1233,42 +1235,42 @@ LOOP_MUTANTS = [
     ),
     Mutant(
         DECODE,
-        "kept = batch.take([[t for t in row if t >= 0] for row in emitted.tolist()])",
-        "kept = batch.take([[t for t in row[:-1] if t >= 0] for row in emitted.tolist()])",
+        "batch.take([[t for t in row if t >= 0] for row in verified.emitted.tolist()])",
+        "batch.take([[t for t in row if t >= 0][:4] for row in verified.emitted.tolist()])",
         "exact_number_of_tokens",
         quick=True,
     ),
     Mutant(
-        DECODE,
+        STEP,
         "state.prefix_lens = state.prefix_lens + taken",
         "state.prefix_lens = state.prefix_lens + accept_length",
         "slot_is_not_position_after_second_sibling",
         quick=True,
     ),
     Mutant(
-        DECODE,
+        STEP,
         "compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)",
         "",
         "slot_is_not_position_after_second_sibling",
         quick=True,
     ),
     Mutant(
-        DECODE,
+        STEP,
         "compact_kv(state.cache.tensors, accept_index, accept_length, state.prefix_lens)",
         "compact_kv(state.cache.tensors[:2], accept_index, accept_length, state.prefix_lens)",
         "slot_is_not_position_after_second_sibling",
     ),
     Mutant(
-        DECODE,
+        STEP,
         "            tree_mask=tree.tree_mask,\n            depths=tree.depths,\n"
         "            lengths=tree.num_nodes,",
         "            lengths=tree.num_nodes,",
         "two_branches_under_the_diagonal slot_is_not_position_after_second_sibling",
     ),
     Mutant(
-        DECODE,
-        "            logits = take_rows(logits, path)\n",
-        "            pass\n",
+        STEP,
+        "kept = take_rows(logits, path) if self.keep_logits else None",
+        "kept = logits if self.keep_logits else None",
         "eos_inside_the_accepted_path",
         tests="test_decode.py::test_kept_logits_are_those_behind_the_tokens",
     ),
@@ -1280,7 +1282,7 @@ LOOP_MUTANTS = [
         quick=True,
     ),
     Mutant(
-        DECODE,
+        STEP,
         "        before = state.prefix_lens - lengths\n        hidden = refeed",
         "        before = state.prefix_lens - 1\n        hidden = refeed",
         "slot_is_not_position_after_second_sibling",
@@ -1326,6 +1328,85 @@ LOOP_MUTANTS = [
         "return int((x == x.max()).int().argmax())",
         "return len(x) - 1 - int((x == x.max()).flip(0).int().argmax())",
         "ties_take_the_lowest_index",
+    ),
+]
+
+GRAPH_MUTANTS = [
+    Mutant(
+        STEP,
+        "torch.where((lengths > 0)[:, None, None], last, state.root_hidden)",
+        "last",
+        "",
+        tests="test_graphs.py::test_a_later_call_replays_from_its_first_step",
+        quick=True,
+    ),
+    Mutant(
+        STEP,
+        "        if list(alive) == self._sent:\n            return\n",
+        "        if self._sent:\n            return\n",
+        "",
+        tests="test_graphs.py::test_a_request_that_ended_stands_still",
+    ),
+    Mutant(
+        STEP,
+        "self.alive.copy_(values, non_blocking=True)",
+        "self.alive = values",
+        "",
+        tests="test_graphs.py::test_a_request_that_ended_stands_still",
+        quick=True,
+    ),
+    Mutant(
+        GRAPHS,
+        "            if value is not buffer:\n                buffer.copy_(value)\n",
+        '            if value is not buffer and name != "prefix_lens":\n'
+        "                buffer.copy_(value)\n",
+        "",
+        tests="test_graphs.py::test_replayed_steps_emit_what_eager_steps_emit",
+        quick=True,
+    ),
+    Mutant(
+        GRAPHS,
+        "            self._buffers.pending[2].zero_()\n",
+        "            pass\n",
+        "",
+        tests="test_graphs.py::test_a_later_call_replays_from_its_first_step",
+        quick=True,
+    ),
+    Mutant(
+        GRAPHS,
+        "        state.set_tensors(buffers)\n",
+        "",
+        "",
+        tests="test_graphs.py::test_a_request_that_ended_stands_still",
+    ),
+    Mutant(
+        GRAPHS,
+        "    return step, shapes\n",
+        "    return shapes\n",
+        "",
+        tests="test_graphs.py::test_each_bucket_has_a_graph",
+        quick=True,
+    ),
+    Mutant(
+        GRAPHS,
+        "    return step, shapes\n",
+        "    return step\n",
+        "",
+        tests="test_graphs.py::test_each_bucket_has_a_graph",
+    ),
+    Mutant(
+        GRAPHS,
+        "            self._graphs.clear()\n            self._weights = weights\n",
+        "            self._weights = weights\n",
+        "",
+        tests="test_graphs.py::test_graphs_go_with_the_caches_and_weights_they_were_captured_over",
+    ),
+    Mutant(
+        GRAPHS,
+        "        with NoWaits():\n            return self._body()\n",
+        "        return self._body()\n",
+        "",
+        tests="test_graphs.py::test_models_that_wait_for_the_device_are_refused_with_the_line",
     ),
 ]
 
@@ -1481,6 +1562,7 @@ MUTANTS = (
     + CHOOSING_MUTANTS
     + VERIFICATION_MUTANTS
     + LOOP_MUTANTS
+    + GRAPH_MUTANTS
     + ADAPTER_MUTANTS
     + TRAINING_MUTANTS
 )
