@@ -5,6 +5,7 @@ PYTHON ?= python3
 PROMPT ?= What is a binary search? Answer in a few sentences.
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_CHECK_ARGS ?=
 TRAIN_ARGS ?=
 LOAD_ARGS ?=
 MUTANTS_ARGS ?=
@@ -16,8 +17,13 @@ FUZZ_SECONDS ?= 5
 # what `make cuda` runs: the operators, through the libraries that were built beside a CUDA torch
 OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core tree_core_fuzz expand flatten attention verify cache ops,tests/test_$(t).py))
 
+# what `make compat` runs: all that goes through _C
+COMPAT_TESTS := $(foreach t,tree expand flatten attention verify verify_laws cache candidates logits ops,tests/test_$(t).py)
+
 CPU := .venv
 CUDA := .venv-cuda
+# the oldest torch that _C is for; the newest is the one of $(CUDA)
+OLDEST := .venv-torch-2.10
 OLD_HF := build/transformers-5.17
 PIP := -m pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md \
@@ -26,7 +32,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test adapters mutants sanitize lint format bench load train cuda clean distclean
+.PHONY: setup demo test adapters mutants sanitize lint format bench load train cuda compat gpu-check clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -111,9 +117,33 @@ cuda: $(CUDA)/.installed
 	env -u CUDA_HOME -u EAGLE2_CUDA $(CUDA)/bin/python $(PIP) wheel --no-build-isolation --no-deps -w build/auto build/auto/*.tar.gz
 	$(CUDA)/bin/python -m zipfile -l build/auto/*.whl | grep -F eagle2_kernels/_C_cuda.abi3.so
 
+# One _C, built once, under the oldest torch it is for and the newest: the floor is tested, not claimed. The wheel lies in a
+# folder of its own that comes before what either environment has installed.
+compat: setup $(OLDEST)/.base $(CUDA)/.base
+	rm -rf build/compat && mkdir -p build/compat
+	EAGLE2_CUDA=0 $(CPU)/bin/python $(PIP) wheel $(QUIET) --no-build-isolation --no-deps -w build/compat .
+	$(CPU)/bin/python -m zipfile -e build/compat/*.whl build/compat/site
+	set -e; for environment in $(OLDEST):2.10.0 $(CUDA):2.14.1; do \
+		export PYTHONPATH="$(CURDIR)/build/compat/site"; python="$${environment%:*}/bin/python"; \
+		$$python -P -c "import sys, torch; from eagle2_kernels import _library; s = _library.load()['_C']; \
+			print(f'torch {torch.__version__}: {s.path}'); \
+			assert torch.__version__.split('+')[0] == sys.argv[1] and s.loaded and 'build/compat' in str(s.path), s" "$${environment#*:}"; \
+		$$python -P -m pytest $(PYTEST_ARGS) $(COMPAT_TESTS); \
+	done
+
+$(OLDEST)/.base: requirements/constraints.txt requirements/constraints-torch-2.10.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP) install $(QUIET) -c requirements/constraints-torch-2.10.txt torch numpy pytest pytest-timeout hypothesis
+	touch $@
+
+# On a machine with a card: does everything agree, and how fast is it? Rows go to bench/results/gpu_check.csv.
+gpu-check: $(CUDA)/.installed
+	$(CUDA)/bin/python bench/gpu_check.py $(GPU_CHECK_ARGS)
+
 $(CUDA)/.base: requirements/constraints.txt requirements/constraints-cuda.txt
 	$(PYTHON) -m venv $(CUDA)
-	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt torch setuptools wheel ninja numpy
+	$(CUDA)/bin/python $(PIP) install -c requirements/constraints-cuda.txt torch setuptools wheel ninja numpy \
+		pytest pytest-timeout hypothesis
 	touch $@
 
 $(CUDA)/.installed: $(CUDA)/.base $(SOURCES)
@@ -129,4 +159,4 @@ clean:
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(CPU) $(CUDA)
+	rm -rf $(CPU) $(CUDA) $(OLDEST)

@@ -558,17 +558,20 @@ def use_compiled(key: str, absent: str) -> None:
     _implementations.append(library)
     for op in OPS:
         if key == "CUDA" and op.triton is not None:
-            _use_triton(library, op)
+            use_triton(library, op, key)
             continue
         for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
             if not has_kernel(name, key):
                 library.impl(name, _raiser(f"{NAMESPACE}::{name}: {absent}"), key)
 
 
-def _use_triton(library: torch.library.Library, op: Op) -> None:
-    """Register an op's launcher; what allocates does so by its fake kernel, then calls the twin."""
+def use_triton(library: torch.library.Library, op: Op, key: str) -> None:
+    """Register an op's launcher; what allocates does so by its fake kernel, then calls the twin.
+
+    Under Triton's interpreter the launchers take CPU tensors.
+    """
     if not op.outs:
-        library.impl(op.name, _triton_launcher(op, op.name), "CUDA")
+        library.impl(op.name, _triton_launcher(op, op.name), key)
         return
     fill = _triton_launcher(op, f"{op.name}_out")
 
@@ -578,8 +581,8 @@ def _use_triton(library: torch.library.Library, op: Op) -> None:
         fill(*args, **kwargs, **dict(zip(op.outs, outs, strict=True)))
         return result
 
-    library.impl(op.name, run, "CUDA")
-    library.impl(f"{op.name}_out", fill, "CUDA")
+    library.impl(op.name, run, key)
+    library.impl(f"{op.name}_out", fill, key)
 
 
 def _triton_launcher(op: Op, name: str) -> Callable[..., object]:
