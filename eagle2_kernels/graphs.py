@@ -108,8 +108,10 @@ class StepGraphs:
     def take(self, step: Step, state: State) -> Callable[[], Verified]:
         """``step`` over ``state``, as a graph from the third call of its bucket on.
 
-        ``state``'s tensors become the bucket's buffers: write into them, do not replace them. Raises
-        ValueError for a tree shape whose drafting reads values back.
+        ``state``'s tensors become the bucket's buffers: write into them, do not replace them.
+
+        Raises:
+            ValueError: the tree shape's drafting reads values back.
         """
         if isinstance(step, TreeStep) and step.config.stop_below > 0:
             raise ValueError(
