@@ -52,14 +52,19 @@ def test_operator_rooms_depend_only_downwards(name):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "integrations").glob("*.py")), ids=lambda p: p.name
+    "path",
+    sorted((PACKAGE / "integrations").rglob("*.py")),
+    ids=lambda p: str(p.relative_to(PACKAGE / "integrations")),
 )
 def test_adapters_to_engines_map_arguments_of_operators(path):
     outside, rooms = imports(path)
-    assert outside <= {"__future__", "torch", path.stem, *sys.stdlib_module_names}
-    operators = {"ops", "tree", "_checks", "expand", "flatten", "attention", "verify", "_layouts"}
+    engine = path.relative_to(PACKAGE / "integrations").parts[0].removesuffix(".py")
+    assert outside <= {"__future__", "torch", engine, *sys.stdlib_module_names}
+    operators = {"ops", "tree", "_checks", "expand", "flatten", "attention", "verify", "cache"}
+    own = {"_layouts"} | {p.stem for p in path.parent.glob("*.py")}
     # The one that swaps a whole loop calls ours.
-    assert rooms <= (operators | {"decode", "models"} if path.stem == "transformers" else operators)
+    loop = {"decode", "models"} if engine == "transformers" else set()
+    assert rooms <= operators | own | loop
 
 
 def test_nothing_imports_the_adapters():

@@ -1413,21 +1413,21 @@ GRAPH_MUTANTS = [
 ADAPTERS = "eagle2_kernels/integrations/"
 ADAPTER_MUTANTS = [
     Mutant(
-        ADAPTERS + "sglang.py",
+        ADAPTERS + "sglang/tree.py",
         "broken = (depths < 0) | (depths > max_depth)",
         "broken = depths < 0",
         "nan_draft_scores",
         tests="test_integration_sglang.py::test_a_chain_deeper_than_the_steps_is_walked_that_far",
     ),
     Mutant(
-        ADAPTERS + "sglang.py",
+        ADAPTERS + "sglang/tree.py",
         "needed = (n + 7) // 8",
         "needed = n // 8",
         "word_boundaries_of_packed_masks",
         tests="test_integration_sglang.py::test_bitpacked_items_too_small_are_refused",
     ),
     Mutant(
-        ADAPTERS + "sglang.py",
+        ADAPTERS + "sglang/verify.py",
         "torch.minimum(coins, before)",
         "torch.zeros_like(coins)",
         "coins_at_zero_and_one",
