@@ -24,6 +24,7 @@ CPU := .venv
 CUDA := .venv-cuda
 # the oldest torch that _C is for; the newest is the one of $(CUDA)
 OLDEST := .venv-torch-2.10
+VLLM := .venv-vllm
 OLD_HF := build/transformers-5.17
 PIP := -m pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md \
@@ -32,7 +33,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test adapters mutants sanitize lint format bench load train cuda compat gpu-check clean distclean
+.PHONY: setup demo test adapters vllm mutants sanitize lint format bench load train cuda compat gpu-check clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -54,6 +55,22 @@ $(OLD_HF)/.installed: requirements/transformers-5.17.txt $(CPU)/.base
 	rm -rf $(OLD_HF)
 	$(CPU)/bin/python $(PIP) install $(QUIET) --no-deps --target $(OLD_HF) -r $<
 	@touch $@
+
+# vLLM itself on our attention backend, in an environment of its own; the model is the demo's, out of the cache.
+vllm: setup $(VLLM)/.installed
+	EAGLE2_VLLM_MODEL="$$($(CPU)/bin/python -P -c 'from eagle2_kernels.demo import demo_target_dir as d; print(d())')" \
+	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
+		$(VLLM)/bin/pytest $(PYTEST_ARGS) -m engine tests/test_integration_vllm.py tests/test_integrations.py
+
+$(VLLM)/.base: requirements/constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python $(PIP) install $(QUIET) --no-deps -r $<
+	@touch $@
+
+$(VLLM)/.installed: $(VLLM)/.base $(SOURCES)
+	@touch $@.new
+	EAGLE2_CUDA=0 $(VLLM)/bin/python $(PIP) install $(QUIET) --no-build-isolation --no-deps --force-reinstall .
+	@mv $@.new $@
 
 # Plants each fault of tests/mutants/table.py in a scratch copy; the tests named for it must fail.
 mutants: setup
@@ -159,4 +176,4 @@ clean:
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(CPU) $(CUDA) $(OLDEST)
+	rm -rf $(CPU) $(CUDA) $(OLDEST) $(VLLM)

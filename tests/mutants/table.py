@@ -1441,6 +1441,13 @@ ADAPTER_MUTANTS = [
         tests="test_integrations.py::test_tensorrt_llm_tensors",
     ),
     Mutant(
+        ADAPTERS + "vllm/__init__.py",
+        "entry.is_overridden() and entry.get_path() != path",
+        "False",
+        "vocabularies_that_differ",
+        tests="test_integration_vllm.py::test_a_strangers_backend_stays",
+    ),
+    Mutant(
         ADAPTERS + "flex_attention.py",
         "torch.where(slot < 0, slot, depths[request, at])",
         "slot",
