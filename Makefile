@@ -60,7 +60,7 @@ $(OLD_HF)/.installed: requirements/transformers-5.17.txt $(CPU)/.base
 vllm: setup $(VLLM)/.installed
 	EAGLE2_VLLM_MODEL="$$($(CPU)/bin/python -P -c 'from eagle2_kernels.demo import demo_target_dir as d; print(d())')" \
 	VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
-		$(VLLM)/bin/pytest $(PYTEST_ARGS) -m engine tests/test_integration_vllm.py tests/test_integrations.py
+		$(VLLM)/bin/pytest $(PYTEST_ARGS) -m engine tests/test_integration_vllm.py tests/test_integrations.py tests/test_examples.py
 
 $(VLLM)/.base: requirements/constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)

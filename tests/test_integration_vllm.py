@@ -34,7 +34,7 @@ class Entry:
 @pytest.fixture
 def fake(monkeypatch):
     """vLLM's registry and platform: `fake.cpu` says which, `fake.overrides` what was registered."""
-    fake = types.SimpleNamespace(cpu=True, overrides={})
+    fake = types.SimpleNamespace(cpu=True, overrides={}, forgotten=[])
     platforms = types.ModuleType("vllm.platforms")
     platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: fake.cpu)
     registry = types.ModuleType("vllm.v1.attention.backends.registry")
@@ -42,8 +42,13 @@ def fake(monkeypatch):
         CPU_ATTN=Entry(fake.overrides, "CPU_ATTN"), CUSTOM=Entry(fake.overrides, "CUSTOM")
     )
     registry.register_backend = lambda entry, path: fake.overrides.update({entry.name: path})
+    # what vLLM chose before the change, which must not outlive it
+    chosen = types.SimpleNamespace(cache_clear=lambda: fake.forgotten.append(dict(fake.overrides)))
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["vllm.v1.attention"].selector = types.SimpleNamespace(
+        _cached_get_attn_backend=chosen
+    )
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     return fake
@@ -66,9 +71,11 @@ def test_register_twice_is_once_and_can_be_undone(fake, cpu, name, path):
         assert fake.overrides == {
             name: f"eagle2_kernels.integrations.vllm.attention.{path}",
         }
+        assert fake.forgotten[-1] == fake.overrides
     for _ in range(2):
         adapter.unregister()
         assert fake.overrides == {}
+        assert fake.forgotten[-1] == {}
 
 
 def test_a_strangers_backend_stays(fake, caplog):

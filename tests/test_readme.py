@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import adapters
 import pytest
 
 from eagle2_kernels import ops
@@ -58,6 +59,13 @@ def test_generate_example(capsys):
 def test_op_list_is_the_table():
     (listed,) = re.findall(r"<!-- ops -->\n(.*?)<!-- /ops -->", README, re.DOTALL)
     assert listed == ops.describe()
+
+
+def test_list_of_adapters_is_what_their_tests_are():
+    (listed,) = re.findall(r"<!-- adapters -->\n(.*?)<!-- /adapters -->", README, re.DOTALL)
+    assert listed == adapters.describe()
+    for adapter in adapters.ADAPTERS:
+        assert any(not engine for engine in adapters.tests_of(adapter).values()), adapter.name
 
 
 def test_kernels_for_cuda_are_there_and_tested_as_far_as_said():

@@ -10,9 +10,10 @@ models, ours takes its place; elsewhere ours is the backend ``CUSTOM``, used whe
 
 What goes through our kernel: every batch of a decoder's attention, prefill in chunks, decoding and
 the verification of drafts in any mix, each request a causal chain behind its own prefix, with
-windows, softcaps and sinks. Long prompts too: vLLM's kernel for a CPU without AMX is no faster there
-(512 and 1024 rows of 9 / 3 heads of 64: 13.6 and 55 ms, ours 12.2 and 40). What does not: encoders,
-ALiBi and float8 caches, which on a CPU stay with vLLM's kernel and elsewhere are refused.
+windows, softcaps and sinks. Long prompts too: on a CPU without AMX vLLM's kernel is no faster there
+(512 and 1024 rows of 9 / 3 heads of 64: 13.6 and 55 ms, ours 12.2 and 40). What does not go through
+it: encoders, ALiBi and float8 caches, which on a CPU stay with vLLM's kernel and elsewhere are
+refused.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def register() -> None:
         _logger.warning("eagle2_kernels: %s is already %s; left alone", entry, entry.get_path())
         return
     register_backend(entry, path)
+    _forget()
 
 
 def unregister() -> None:
@@ -48,6 +50,16 @@ def unregister() -> None:
     entry, path = _place()
     if entry.is_overridden() and entry.get_path() == path:
         entry.clear_override()
+        _forget()
+
+
+def _forget() -> None:
+    """Drop the backends that vLLM has chosen so far in this process and would not choose anew."""
+    from vllm.v1.attention import selector
+
+    chosen = getattr(selector, "_cached_get_attn_backend", None)
+    if chosen is not None:
+        chosen.cache_clear()
 
 
 def _place():  # type: ignore[no-untyped-def]
