@@ -207,8 +207,8 @@ def test_what_has_no_place_in_the_kernel_is_refused_or_stays_with_vllm():
 TEXT = "A hash table finds a value by its key: a hash function turns the key into a bucket. "
 
 
-@pytest.fixture(scope="module")
-def engines():
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engines(request):
     """SmolLM2-135M-Instruct in vLLM over our backend and over its own, in this process."""
     from vllm import LLM
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -216,7 +216,7 @@ def engines():
     def load():
         return LLM(
             os.environ["EAGLE2_VLLM_MODEL"],
-            dtype="bfloat16",
+            dtype=request.param,
             enforce_eager=True,
             max_model_len=1024,
             # prompts in chunks, in batches with requests that decode
@@ -227,35 +227,50 @@ def engines():
     assert AttentionBackendEnum.CPU_ATTN.is_overridden()
     adapter.unregister()
     try:
-        return {"ours": ours, "its own": load()}
+        return request.param, {"ours": ours, "its own": load()}
     finally:
         adapter.register()
 
 
 def impls(engine):
-    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    context = runner.model_runner.compilation_config.static_forward_context
+    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    context = worker.model_runner.compilation_config.static_forward_context
     return {type(layer.impl).__name__ for layer in context.values()}
+
+
+def assert_parted_at_a_tie(ours, theirs):
+    """Equal up to a token where the two best lie closer than bfloat16 logits are apart."""
+    pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
+    step = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if step is not None:
+        best = theirs.logprobs[step]
+        a, b = (best[row.token_ids[step]].logprob for row in (ours, theirs))
+        assert abs(a - b) < 0.25, (step, a, b)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("batch", [1, 8])
 def test_greedy_tokens_are_those_of_vllms_own_backend(engines, batch, capsys):
+    """In float32 all of them; in bfloat16, whose logits tie, up to a tie."""
     from vllm import SamplingParams
 
+    dtype, engines = engines
     assert impls(engines["ours"]) == {"CPUTreeAttentionImpl"}
     assert impls(engines["its own"]) == {"CPUAttentionBackendImpl"}
     prompts = [TEXT * (2 + 3 * i) + f"Name {i + 3} uses of it." for i in range(batch)]
-    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    tokens, seconds = {}, {name: [] for name in engines}
-    for _ in range(3):
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    results, seconds = {}, {name: [] for name in engines}
+    for _ in range(2):
         for name, engine in engines.items():
             start = time.perf_counter()
-            results = engine.generate(prompts, greedy, use_tqdm=False)
+            results[name] = [r.outputs[0] for r in engine.generate(prompts, greedy, use_tqdm=False)]
             seconds[name].append(time.perf_counter() - start)
-            tokens[name] = [list(r.outputs[0].token_ids) for r in results]
     with capsys.disabled():
-        speeds = (f"{name} {batch * 32 / min(s):.1f}" for name, s in seconds.items())
-        print(f"\nbatch {batch}, best of 3, tokens/s: {', '.join(speeds)}")
-    assert tokens["ours"] == tokens["its own"]
-    assert all(len(row) == 32 for row in tokens["ours"])
+        speeds = (f"{name} {batch * 24 / min(s):.1f}" for name, s in seconds.items())
+        print(f"\n{dtype}, batch {batch}, tokens/s (the better of two): {', '.join(speeds)}")
+    for ours, theirs in zip(*results.values(), strict=True):
+        assert len(ours.token_ids) == 24
+        if dtype == "float32":
+            assert list(ours.token_ids) == list(theirs.token_ids)
+        else:
+            assert_parted_at_a_tie(ours, theirs)
