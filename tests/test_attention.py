@@ -356,6 +356,8 @@ PATH_CASES = [
     AttentionCase(33, (3, 1), 64, 120),
     AttentionCase(20, (4, 2), 80, 127, batch=2, page_size=5),
     AttentionCase(65, (2, 2), 64, 255, interleaved=True),
+    AttentionCase(20, (4, 1), 128, 189),
+    AttentionCase(5, (6, 3), 64, 1533),
     AttentionCase(31, (7, 1), 37, 129, page_size=16),
     AttentionCase(40, (3, 1), 64, 250, window=30),
     AttentionCase(24, (2, 1), 64, 20, kv_chunk=8, window=5),
@@ -581,6 +583,26 @@ def test_row_is_independent_of_layout_batch_and_threads(form, dtype):
         last = (inputs.q[one, 20:], *alone[1:4], inputs.tree_mask[one, 20:])
         rest = kwargs | {"tree_len": 33}
         assert same(AttentionInputs(*last, rest), rows=slice(20, None), batch=one)
+
+
+@formed_dtypes
+def test_keys_shared_by_tasks_give_the_same_bits(form, dtype):
+    """Fourteen segments of 24 keys: one task, or several that leave their parts to be merged."""
+    case = AttentionCase(33, (6, 3), 64, 300, batch=2, kv_chunk=8, window=290, sinks=True, **form)
+    inputs = attention_inputs(case, dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want, want_lse = attend(inputs)
+        exact, exact_lse = dense(inputs.double(), visibility(inputs))
+        check_error(want, exact, dense(inputs, visibility(inputs), peer=True)[0], inputs.v)
+        torch.testing.assert_close(want_lse.double(), exact_lse, rtol=1e-6, atol=1e-5)
+        for count in (2, 4, 5, 8):
+            torch.set_num_threads(count)
+            out, lse = attend(inputs)
+            assert same_bits(out, want) and same_bits(lse, want_lse)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_output_may_be_strided_and_max_prefix_len_is_only_a_hint():

@@ -32,7 +32,7 @@ def test_tables_at_each_level(name):
     """The attention and top-k tables; the rest of the suite runs at the best level."""
     chosen = (
         "matches_oracle or (plain_decoding and seed0) or exponential or every_float8"
-        " or (invisible_slots and paged and nan) or (shows_it and tree and nan)"
+        " or shared_by_tasks or (invisible_slots and paged and nan) or (shows_it and tree and nan)"
         " or independent_of_layout or any_call or tie or equals_the_oracle or nan_and_infinite"
         " or brute_force"
     )

@@ -41,6 +41,9 @@ const AttentionKernels& kernels() {
 // Bytes of partial results that a call may take, and a thread keeps for the next.
 constexpr int64_t kMostPartial = int64_t{64} << 20, kKeptPartial = int64_t{16} << 20;
 
+// Rows per KV head up to which a call is bound by memory.
+constexpr int64_t kStreamedRows = 16;
+
 // How the work of a call is shared out. Tasks with other nodes of a KV head load its keys again, so
 // keys are shared first, where there are enough; what the tasks do never shows in a row's bits.
 void share_out(AttentionParams& p, const AttentionKernel& kernel) {
@@ -55,11 +58,14 @@ void share_out(AttentionParams& p, const AttentionKernel& kernel) {
   p.parts = p.splits = 1;
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
-  if (heads % threads == 0 || heads >= 4 * threads) return;
+  // Few rows wait for memory: all heads of a segment in turn, then the next segment, read the
+  // caches nearly in order.
+  const bool streams = p.nodes * p.group <= kStreamedRows;
+  if (!streams && (heads % threads == 0 || heads >= 4 * threads)) return;
   const int64_t row_bytes = p.segments * part_size(p.v_dim, kernel.lanes) * kernel.element_size;
   const int64_t rows = heads * std::max(p.nodes, p.padding_rows) * p.group;
-  if (p.segments >= 4 && rows * row_bytes <= kMostPartial) {
-    p.parts = 4;
+  if (p.segments >= (streams ? 2 : 4) && rows * row_bytes <= kMostPartial) {
+    p.parts = streams ? p.segments : 4;
     while (p.parts < p.segments && heads * p.parts % threads != 0) ++p.parts;
   }
   const int64_t tasks = heads * p.parts;
@@ -93,9 +99,12 @@ void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
   }
 }
 
-// Keys per chunk when the caller does not say: a chunk of K and of V, converted, stays in the
-// second-level cache. Depends on head dim and dtype only, so that a row's bits do.
-int64_t default_chunk(int64_t head_dim) { return head_dim <= 128 ? 128 : 64; }
+// Keys per chunk when the caller does not say: long, as a chunk costs each row a merge, but with K
+// and V, converted, in the second-level cache. Depends on the head dim only, so that a row's bits
+// do.
+int64_t default_chunk(int64_t head_dim) {
+  return head_dim <= 64 ? 256 : head_dim <= 128 ? 192 : 64;
+}
 
 constexpr int64_t kMaxChunk = 1 << 16;
 

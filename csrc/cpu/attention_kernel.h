@@ -139,10 +139,14 @@ inline void store(A* p, typename Vector<A>::type x) {
 
 // 2^x for x <= 0. Below the smallest normal number the result is 0; NaN stays NaN.
 inline F32 exp2_nonpositive(F32 x) {
+#if EAGLE2_VECTOR_BYTES == 64
+  const F32 n = (F32)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
   // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
   constexpr float kMagic = 12582912.0f;
   const F32 shifted = x + kMagic;
   const F32 n = shifted - kMagic;
+#endif
   const F32 r = x - n;  // in [-1/2, 1/2], exact
   // Minimax polynomial of 2^r, relative error 2e-9.
   F32 y = r * 1.53533618e-4f + 1.33988744e-3f;
@@ -151,8 +155,13 @@ inline F32 exp2_nonpositive(F32 x) {
   y = y * r + 2.40226479e-1f;
   y = y * r + 6.93147203e-1f;
   y = y * r + 1.0f;
+#if EAGLE2_VECTOR_BYTES == 64
+  const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (F32)_mm512_maskz_scalef_ps(kept, (__m512)y, (__m512)n);
+#else
   y = y * (F32)(((U32)shifted << 23) + 0x3f800000u);  // 2^n
   return (F32)((I32)y & ~(x < -126.0f));
+#endif
 }
 
 inline Vector<double>::type exp2_nonpositive(Vector<double>::type x) {
@@ -403,7 +412,8 @@ struct RowsInPlace {
   Reader<C, A> reader;
   const C* const* ahead;
   template <int V>
-  void read(int64_t i, int64_t v, typename Vector<A>::type* value) const {
+  __attribute__((always_inline)) void read(int64_t i, int64_t v,
+                                           typename Vector<A>::type* value) const {
     constexpr int L = kLanes<A>;
     if (ahead != nullptr) {
 #pragma GCC unroll 2
@@ -436,7 +446,8 @@ struct Panels {
   const A* base;
   int64_t steps;
   template <int V>
-  void read(int64_t i, int64_t v, typename Vector<A>::type* value) const {
+  __attribute__((always_inline)) void read(int64_t i, int64_t v,
+                                           typename Vector<A>::type* value) const {
     const A* from = base + panel_offset<A>(v, i, steps);
 #pragma GCC unroll 8
     for (int k = 0; k < V; ++k) value[k] = load(from + k * kLanes<A>);
@@ -568,31 +579,39 @@ void accumulate_shared(int rows, const A* weights, int64_t weights_pitch, Values
 // In place on whole vectors: scores of pairs are scaled (queries of other forms came scaled); with
 // a cap they are then divided by it and leave as cap * tanh(score), in units of log2. An infinite
 // score becomes NaN: a row that sees a non-finite key must show it, and -inf would drop the key in
-// silence.
+// silence. Returns the largest.
 template <typename A, int Pack>
-void cap_scores(A* scores, int64_t begin, int64_t end, A scale, A cap) {
+A cap_scores(A* scores, int64_t begin, int64_t end, A scale, A cap) {
   constexpr int L = kLanes<A>;
+  auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
   for (int64_t j = begin; j < end; j += L) {
     auto x = load(scores + j);
     if constexpr (Pack == 2) x = x * scale;
     x = x + (x - x);
     if (cap > 0) x = hyperbolic_tangent(x) * cap;
     store(scores + j, x);
+    most = x > most ? x : most;  // NaN never becomes the largest
   }
+  return max_lanes<A>(most);
+}
+
+template <typename A>
+A largest(const A* scores, int64_t begin, int64_t end) {
+  auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
+  for (int64_t j = begin; j < end; j += kLanes<A>) {
+    const auto x = load(scores + j);
+    most = x > most ? x : most;
+  }
+  return max_lanes<A>(most);
 }
 
 // Scores to weights 2^(score - peak) on whole vectors, a word of them for a word of keys; the
-// caller has set what the row does not see to -inf. `weights` may be `scores`.
+// caller has set what the row does not see to -inf. `weights` may be `scores`. Returns the weights'
+// sum.
 template <typename A, int Pack>
-void exponentiate(const A* scores, int64_t begin, int64_t end, A* weights, A* peak, A* total) {
+A exponentiate(const A* scores, int64_t begin, int64_t end, A* weights, A peak) {
   constexpr int L = kLanes<A>;
-  auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
-  for (int64_t j = begin; j < end; j += L) {
-    const auto x = load(scores + j);
-    most = x > most ? x : most;  // NaN never becomes the peak
-  }
-  *peak = max_lanes<A>(most);
-  const auto shift = broadcast<A>(*peak);
+  const auto shift = broadcast<A>(peak);
   typename Vector<A>::type sum = {};
   for (int64_t j = begin; j < end; j += L) {
     const auto weight = exp2_nonpositive(load(scores + j) - shift);
@@ -606,7 +625,7 @@ void exponentiate(const A* scores, int64_t begin, int64_t end, A* weights, A* pe
 #endif
     store(weights + j, weight);
   }
-  *total = sum_lanes<A>(sum);
+  return sum_lanes<A>(sum);
 }
 
 // The running softmax of a row takes in one part. The larger of the two peaks keeps its weight of
@@ -875,10 +894,11 @@ template <typename C, typename A>
 void attend(const AttentionParams& p, int64_t task) {
   constexpr int L = kLanes<A>, Pack = kPack<C>;
   constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
-  const int64_t part = task % p.parts;
-  const int64_t split = task / p.parts % p.splits;
-  const int64_t kv_head = task / p.parts / p.splits % p.kv_heads;
-  const Request request = request_of(p, task / p.parts / p.splits / p.kv_heads);
+  // KV heads of the same keys follow each other: their rows share pages and often lines.
+  const int64_t kv_head = task % p.kv_heads;
+  const int64_t part = task / p.kv_heads % p.parts;
+  const int64_t split = task / p.kv_heads / p.parts % p.splits;
+  const Request request = request_of(p, task / p.kv_heads / p.parts / p.splits);
   const int64_t segment_begin = p.segments * part / p.parts;
   const int64_t segment_end = p.segments * (part + 1) / p.parts;
   const int64_t node_begin = request.rows * split / p.splits;
@@ -980,13 +1000,13 @@ void attend(const AttentionParams& p, int64_t task) {
     const auto shared_of = [&](int64_t c) {
       return std::clamp<int64_t>(shared_end - c * chunk, 0, chunk);
     };
-    const auto find_rows = [&](int64_t c, const C** to_k, const C** to_v) {
+    const auto find_rows = [&](int64_t c, int64_t head, const C** to_k, const C** to_v) {
       const int64_t shared = shared_of(c);
       const int64_t skip = std::clamp<int64_t>(first_key - c * chunk, 0, shared) / L * L;
-      cache_rows<C>(p, p.k, p.k_stride, request.index, kv_head, c * chunk + skip, shared - skip,
-                    zero, to_k + skip);
-      cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, c * chunk + skip, shared - skip,
-                    zero, to_v + skip);
+      cache_rows<C>(p, p.k, p.k_stride, request.index, head, c * chunk + skip, shared - skip, zero,
+                    to_k + skip);
+      cache_rows<C>(p, p.v, p.v_stride, request.index, head, c * chunk + skip, shared - skip, zero,
+                    to_v + skip);
     };
     int64_t found = -1;  // the chunk whose rows next_k and next_v name
 
@@ -998,13 +1018,17 @@ void attend(const AttentionParams& p, int64_t task) {
         const int64_t start = c * chunk;
         const int64_t shared = shared_of(c);
         const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
-        if (found != c) find_rows(c, next_k, next_v);
+        if (found != c) find_rows(c, kv_head, next_k, next_v);
         std::swap(k_rows, next_k);
         std::swap(v_rows, next_v);
-        const int64_t ahead = shared_of(c + 1);
-        found = c + 1;
-        if (ahead > 0) find_rows(c + 1, next_k, next_v);
+        // The last chunk of a task fetches the first of the next task, the next head's.
         const bool one_block = rows <= kRows;
+        const bool last = c + 1 == chunk_end && segment + 1 == segment_end;
+        const bool other = last && p.parts > 1 && kv_head + 1 < p.kv_heads;
+        found = other ? std::max(first_chunk, segment_begin * kSegmentChunks) : c + 1;
+        const int64_t ahead = last && !other ? 0 : shared_of(found);
+        if (ahead > 0) find_rows(found, kv_head + (other ? 1 : 0), next_k, next_v);
+        if (other) found = -1;
         if (shared > skip) {
           const int64_t count = shared - skip;
           for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
@@ -1083,7 +1107,8 @@ void attend(const AttentionParams& p, int64_t task) {
             const int64_t to = path ? path_end[r] : end[r];
             const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
             A* row = scores + r * scores_pitch;
-            cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
+            peak[r] = cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
+            const bool masked = path || from > whole_from || to < whole_to;
             std::fill(row + whole_from, row + from, kMinusInfinity);
             std::fill(row + to, row + whole_to, kMinusInfinity);
             if (path) {
@@ -1099,8 +1124,9 @@ void attend(const AttentionParams& p, int64_t task) {
               sees[r] = any;
               if (!any) continue;
             }
-            exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch, &peak[r],
-                                  &total[r]);
+            if (masked) peak[r] = largest<A>(row, whole_from, whole_to);
+            total[r] = exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch,
+                                             peak[r]);
           }
 
           // Words of shared keys that a row sees whole; a pair it sees half of is completed by a

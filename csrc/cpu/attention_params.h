@@ -72,7 +72,7 @@ struct Request {
 // Chunks of a segment: a row's chunks merge within their segment, then its segments, each in
 // ascending order. Few, so that a long prefix has work for many threads; several, as a segment
 // costs a merge.
-constexpr int64_t kSegmentChunks = 4;
+constexpr int64_t kSegmentChunks = 3;
 
 // A row's softmax over one segment: peak and total in the first `lanes` elements, then the sum.
 constexpr int64_t part_size(int64_t v_dim, int64_t lanes) {
