@@ -8,6 +8,7 @@ BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
 TRAIN_ARGS ?=
 LOAD_ARGS ?=
+BUDGETS_ARGS ?=
 MUTANTS_ARGS ?=
 # what pip says while .venv is made; `make QUIET= demo` shows all of it
 QUIET ?= --quiet
@@ -97,6 +98,10 @@ format: setup
 # each operator beside what torch offers; BENCH_ARGS=--quick checks results on the smallest cases
 bench: setup
 	$(CPU)/bin/python bench/run.py $(BENCH_ARGS)
+
+# instructions of the CPU kernels under valgrind, against bench/results/budgets.csv
+budgets: setup
+	$(CPU)/bin/python bench/budgets.py $(BUDGETS_ARGS)
 
 # 100 000 decode steps against plain decoding: some minutes
 load: setup
