@@ -366,7 +366,7 @@ EAGLE2_HD void sort_keys(const Team& team, uint64_t* keys, int32_t size) {
   for (int32_t block = 2; block <= size; block *= 2) {
     for (int32_t gap = block / 2; gap > 0; gap /= 2) {
       for (int32_t pair = team.rank(); pair < size / 2; pair += team.size()) {
-        const int32_t low = pair / gap * gap * 2 + pair % gap;
+        const int32_t low = pair + (pair & -gap);  // gap is a power of two
         const bool ascending = (low & block) == 0;
         const uint64_t a = keys[low], b = keys[low + gap];
         if ((a > b) == ascending) {
