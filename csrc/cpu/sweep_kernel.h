@@ -104,6 +104,8 @@ bool sweep_chunk(const T* x, SweepState* state, float* group_peaks) {
   F32 sums[kVectors] = {};
   for (int64_t i = 0; i < kSweepChunk; i += kSweepGroups) {
     for (int j = 0; j < kVectors; ++j) {
+      // The next chunk arrives while this one is computed.
+      __builtin_prefetch(x + kSweepChunk + i + j * kLanes);
       sums[j] += exp_nonpositive(load(x + i + j * kLanes) - base);
     }
   }
