@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the smallest rows (always on a CPU)")
     parser.add_argument("--full", action="store_true", help="all rows, on a CPU too")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"of {', '.join(STAGES)} (all)")
+    parser.add_argument("--resume", default="0,0", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, default=420, help="seconds for everything (420)")
     parser.add_argument(
         "--csv", type=Path, help="where rows go (bench/results/gpu_check.csv; CPU: none)"
@@ -222,9 +223,10 @@ def sanitize(report: Report, options: argparse.Namespace) -> None:
                 raise NotHereError("left out: no card")
             if tool is None:
                 raise NotHereError("compute-sanitizer: not found")
-            command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, __file__]
+            script = str(Path(__file__).resolve())
+            command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, script]
             command += ["--quick", "--stages", "ops,attention", "--csv", os.devnull]
-            limit = max(10, min(90, report.left / 3))
+            limit = max(10, min(60, report.left / 4))
             try:
                 run = subprocess.run(
                     command, capture_output=True, text=True, timeout=limit, check=False
@@ -242,6 +244,19 @@ def sanitize(report: Report, options: argparse.Namespace) -> None:
         report.run(row, body)
 
 
+def take_up(report: Report) -> None:
+    """Go on in a new process: this one's CUDA context is broken, and nothing runs in it again."""
+    print(f"the device is lost to this process; a new one goes on after {report.attempts}")
+    sys.stdout.flush()
+    given = sys.argv[1:]
+    for option in ("--resume", "--budget"):
+        if option in given:
+            at = given.index(option)
+            del given[at : at + 2]
+    state = ["--resume", f"{report.attempts},{report.failures}", "--budget", f"{report.left:.0f}"]
+    os.execv(sys.executable, [sys.executable, str(Path(__file__).resolve()), *given, *state])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     began = time.monotonic()
@@ -253,12 +268,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device here; --device cpu runs the smallest rows")
         return 2
-    how = provide_package(options)
-    report = Report(options.budget, options.csv, provenance(options.device))
+    how = "as before" if options.resume != "0,0" else provide_package(options)
+    skip, failures = map(int, options.resume.split(","))
+    spent = time.monotonic() - began
+    report = Report(options.budget - spent, options.csv, provenance(options.device))
+    report.skip, report.failures = skip, failures
+    if options.device == "cuda":
+        report.settle = torch.cuda.synchronize
+        report.lost = take_up
     for name, value in report.provenance.items():
         print(f"{name:14} {value}")
     print(f"{'package':14} {how}; ready after {time.monotonic() - began:.0f} s\n")
     check_import(report, options)
+    if skip:
+        print(f"going on after {skip} attempts")
 
     import gpu_correct
     from roofline import card_named

@@ -39,7 +39,12 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows in order; ``failures`` counts those that make the exit status 1."""
+    """Rows in order; ``failures`` counts those that make the exit status 1.
+
+    ``settle`` waits for the device, so that a fault belongs to the row that caused it. A device
+    that cannot be waited for any more is lost to this process: ``lost`` is told how many attempts
+    there were, and a new process takes up after ``skip`` of them.
+    """
 
     budget: float
     path: Path | None
@@ -47,10 +52,31 @@ class Report:
     failures: int = 0
     late: int = 0
     rows: list[Row] = field(default_factory=list)
+    settle: Callable[[], None] = lambda: None
+    lost: Callable[[Report], None] = lambda report: None
+    skip: int = 0
+    attempts: int = 0
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
         self._file = None
+
+    def due(self) -> bool:
+        """Whether the next attempt is to be made: not done by an earlier process, and in time."""
+        self.attempts += 1
+        if self.attempts <= self.skip:
+            return False
+        if self.left <= 0:
+            self.late += 1
+            return False
+        return True
+
+    def check_device(self) -> None:
+        """Give the process up when the device is lost."""
+        try:
+            self.settle()
+        except Exception:
+            self.lost(self)
 
     @property
     def left(self) -> float:
@@ -80,25 +106,27 @@ class Report:
 
         What raises is written down and the next row follows.
         """
-        if self.left <= 0:
-            self.late += 1
+        if not self.due():
             return False
         began = time.monotonic()
         try:
             remark = body()
+            self.settle()
             row.result = f"ok{f' ({remark})' if remark else ''}"
             if time.monotonic() - began > 2:
                 row.result += f", {time.monotonic() - began:.1f} s"
         except NotHereError as error:
             row.result = str(error)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            said = str(error).strip().splitlines() or [""]
-            row.result = f"FAILED: {type(error).__name__}: {said[0][:300]}"
+        except NotImplementedError as error:
+            row.result = f"refused: {error}"
+        except Exception as error:
+            row.result = failed(error)
             traceback.print_exc(file=sys.stderr)
         self.add(row)
-        return not row.result.startswith("FAILED")
+        if row.result.startswith("FAILED"):
+            self.check_device()
+            return False
+        return True
 
     def _write(self, row: Row) -> None:
         if self.path is None:
@@ -106,9 +134,10 @@ class Report:
         columns = [f.name for f in fields(Row)]
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", newline="")
+            self._file = self.path.open("a" if self.skip else "w", newline="")
             self._csv = csv.writer(self._file, lineterminator="\n")
-            self._csv.writerow([*columns, *self.provenance])
+            if not self.skip:
+                self._csv.writerow([*columns, *self.provenance])
         values = asdict(row)
         texts = [
             "" if (v := values[c]) is None else f"{v:.5g}" if isinstance(v, float) else v
@@ -121,14 +150,21 @@ class Report:
     def summary(self) -> int:
         """Print the end of the report; the exit status."""
         timed = sum(row.median_us is not None for row in self.rows)
+        before = f" (after {self.skip} in processes that lost the device)" if self.skip else ""
         print(
-            f"\n{len(self.rows)} rows, {timed} of them times; {self.failures} failed, {self.late} "
-            f"left out for lack of time; {self.budget - self.left:.0f} s"
+            f"\n{len(self.rows)} rows{before}, {timed} of them times; {self.failures} failed, "
+            f"{self.late} left out for lack of time; {self.budget - self.left:.0f} s"
         )
         for row in self.rows:
             if row.result.startswith("FAILED"):
                 print(f"  {row.stage} {row.op} {row.shape} {row.mode} {row.provider}: {row.result}")
         return 1 if self.failures else 0
+
+
+def failed(error: Exception) -> str:
+    """What a row says of an error."""
+    said = str(error).strip().splitlines() or [""]
+    return f"FAILED: {type(error).__name__}: {said[0][:300]}"
 
 
 def priced(row: Row, cost: Cost, floor: float | None) -> Row:

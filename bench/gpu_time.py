@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from costs import Cost
 from gpu_correct import Device, i32, random_parents, small_models
-from gpu_report import NotHereError, Report, Row, priced
+from gpu_report import NotHereError, Report, Row, failed, priced
 from roofline import Card
 from shapes import (
     ATTEND,
@@ -102,19 +102,20 @@ def run(report: Report, clock: Clock, card: Card | None, timing: Timing, quick: 
     floor = None if card is None else card.floor(timing.cost)
     for name, make in timing.makers.items():
         row = priced(Row("time", timing.op, timing.shape, name), timing.cost, floor)
-        if report.left <= 0:
-            report.late += 1
-            return
         try:
             call = make()
             timing.check(name, call())
+            report.settle()
         except NotHereError as error:
             row.result = str(error)
             report.add(row)
-        except Exception as error:
-            said = str(error).strip().splitlines() or [""]
-            row.result = f"FAILED: {type(error).__name__}: {said[0][:300]}"
+        except NotImplementedError as error:
+            row.result = f"refused: {error}"
             report.add(row)
+        except Exception as error:
+            row.result = failed(error)
+            report.add(row)
+            report.check_device()
         else:
             calls[name] = call
     sleeps = {name: clock.prepare(call) for name, call in calls.items()}
@@ -624,18 +625,14 @@ def time_all(report: Report, where: Device, card: Card | None, quick: bool) -> N
     clock = Clock(where.device)
     makes = list(timings(where.device, quick))
     for number, make in enumerate(makes):
-        if report.left <= 0:
-            report.late += 1
-            continue
-        try:
-            timing = make()
-        except Exception as error:
-            said = str(error).strip().splitlines() or [""]
-            result = f"FAILED: {type(error).__name__}: {said[0][:300]}"
-            report.add(Row("time", "inputs", f"of row {number}", result=result))
-            continue
-        with torch.inference_mode():
-            run(report, clock, card, timing, quick)
+        if report.due():
+            try:
+                with torch.inference_mode():
+                    run(report, clock, card, make(), quick)
+            except Exception as error:
+                # What providers do wrong is caught where it happens: this is the row's own.
+                report.add(Row("time", "timing", f"number {number}", result=failed(error)))
+                report.check_device()
         # One of each family has been timed: the step they are for.
         if number == min(6, len(makes) - 1):
             whole_steps(report, where, quick)

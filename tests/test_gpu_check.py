@@ -118,6 +118,67 @@ def test_no_row_starts_when_the_time_is_over(tmp_path, capsys):
     assert (tmp_path / "rows.csv").read_text().splitlines()[1].startswith("ops,now,")
 
 
+def test_a_lost_device_is_taken_up_behind_the_row_that_lost_it(tmp_path, capsys):
+    gpu_report = importlib.import_module("gpu_report")
+    Row, path, ran = gpu_report.Row, tmp_path / "rows.csv", []
+
+    class LostError(Exception):
+        pass
+
+    def process(skip, failures, fatal):
+        report = gpu_report.Report(60, path, {"card": "x"}, failures=failures, skip=skip)
+        alive = True
+
+        def settle():
+            if not alive:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def lost(report):
+            raise LostError(report.attempts, report.failures)
+
+        report.settle, report.lost = settle, lost
+        for name in "abcd":
+
+            def body(name=name):
+                nonlocal alive
+                ran.append(name)
+                alive = alive and name not in fatal
+
+            report.run(Row("ops", name, ""), body)
+        return report.summary()
+
+    with pytest.raises(LostError) as first:
+        process(0, 0, "b")
+    assert first.value.args == (2, 1)
+    assert process(*first.value.args, "") == 1
+    assert ran == list("abcd")
+    lines = path.read_text().splitlines()
+    assert [line.split(",")[1] for line in lines] == ["op", *"abcd"]
+    assert "illegal memory access" in lines[2]
+
+
+def test_a_new_process_gets_the_old_ones_arguments(gpu_check, report, monkeypatch):
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--budget", "99", "--resume", "3,1"])
+    report.attempts, report.failures = 7, 2
+    gpu_check.take_up(report)
+    (command,) = commands
+    assert command[1:] == [
+        *(str(BENCH / "gpu_check.py"), "--quick", "--resume", "7,2", "--budget", command[-1])
+    ]
+    assert gpu_check.parse(command[2:]).resume == "7,2" and 590 < float(command[-1]) <= 600
+
+
+def test_what_a_kernel_refuses_is_no_failure(report):
+    def refuses():
+        raise NotImplementedError("no CUDA kernel yet")
+
+    Row = importlib.import_module("gpu_report").Row
+    assert report.run(Row("ops", "x", ""), refuses)
+    assert report.rows[0].result == "refused: no CUDA kernel yet" and report.failures == 0
+
+
 # What the checks see
 
 
