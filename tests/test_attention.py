@@ -587,7 +587,7 @@ def test_row_is_independent_of_layout_batch_and_threads(form, dtype):
 
 @formed_dtypes
 def test_keys_shared_by_tasks_give_the_same_bits(form, dtype):
-    """Fourteen segments of 24 keys: one task, or several that leave their parts to be merged."""
+    """Some forty chunks of 8 keys: one task, or several that leave their parts to be merged."""
     case = AttentionCase(33, (6, 3), 64, 300, batch=2, kv_chunk=8, window=290, sinks=True, **form)
     inputs = attention_inputs(case, dtype)
     threads = torch.get_num_threads()

@@ -53,20 +53,19 @@ void share_out(AttentionParams& p, const AttentionKernel& kernel) {
     longest =
         std::max(longest, std::min(p.capacity, prefix + (p.tree_len < 0 ? p.nodes : p.tree_len)));
   }
-  const int64_t segment = p.chunk * kSegmentChunks;
-  p.segments = std::max<int64_t>(1, (longest + segment - 1) / segment);
+  p.chunks = std::max<int64_t>(1, (longest + p.chunk - 1) / p.chunk);
   p.parts = p.splits = 1;
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
-  // Few rows wait for memory: all heads of a segment in turn, then the next segment, read the
+  // Few rows wait for memory: all heads of some chunks in turn, then the next chunks, read the
   // caches nearly in order.
   const bool streams = p.nodes * p.group <= kStreamedRows;
   if (!streams && (heads % threads == 0 || heads >= 4 * threads)) return;
-  const int64_t row_bytes = p.segments * part_size(p.v_dim, kernel.lanes) * kernel.element_size;
+  const int64_t row_bytes = p.chunks * part_size(p.v_dim, kernel.lanes) * kernel.element_size;
   const int64_t rows = heads * std::max(p.nodes, p.padding_rows) * p.group;
-  if (p.segments >= (streams ? 2 : 4) && rows * row_bytes <= kMostPartial) {
-    p.parts = streams ? p.segments : 4;
-    while (p.parts < p.segments && heads * p.parts % threads != 0) ++p.parts;
+  if (p.chunks >= 4 && rows * row_bytes <= kMostPartial) {
+    p.parts = streams ? (p.chunks + 2) / 3 : 4;
+    while (p.parts < p.chunks && heads * p.parts % threads != 0) ++p.parts;
   }
   const int64_t tasks = heads * p.parts;
   if (tasks % threads != 0 && tasks < 4 * threads) {
@@ -81,8 +80,7 @@ void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
   const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
   const int64_t nodes = std::max(p.nodes, p.padding_rows);
   if (p.parts > 1) {
-    const int64_t elements =
-        heads * nodes * p.group * p.segments * part_size(p.v_dim, kernel.lanes);
+    const int64_t elements = heads * nodes * p.group * p.chunks * part_size(p.v_dim, kernel.lanes);
     const size_t words = static_cast<size_t>(elements * kernel.element_size) / sizeof(double) + 1;
     if (memory.size() < words) memory = std::vector<double>(words);
     p.partial = memory.data();

@@ -2,7 +2,7 @@
 // inside a namespace of its own with the level's instructions switched on and EAGLE2_VECTOR_BYTES
 // set. No include guard, no includes.
 //
-// One task is (request, KV head, range of nodes, range of segments). Its rows are node-major, then
+// One task is (request, KV head, range of nodes, range of chunks). Its rows are node-major, then
 // the query heads of the group. C is the type of the caches (that of q and out, or float8), A that
 // of the arithmetic. Keys are taken in position order; chunk c holds positions c * chunk and
 // following:
@@ -20,9 +20,8 @@
 // over the head dim, an output element one chain over the chunk's keys in position order, and
 // vector lanes hold different keys or different elements, so that blocking, batching and order of
 // storage cannot touch a chain. The only sum across lanes (the softmax denominator of a chunk)
-// assigns lanes by position. The chunks of a segment (kSegmentChunks of them, at fixed positions)
-// merge in ascending order, one by one, and so do the segments, in the task that made them or,
-// where several tasks share the keys, in merge_parts.
+// assigns lanes by position. Chunks merge in ascending order, one by one, in the task that made
+// them or, where several tasks share the keys, in merge_parts.
 
 namespace {
 
@@ -880,13 +879,13 @@ void store_row(const AttentionParams& p, const Request& request, int64_t node, i
               : static_cast<float>((peak + std::log2(total)) * static_cast<A>(kLn2));
 }
 
-// The softmax of segment `segment` of a row, where several tasks share the keys: peak, total, sum.
+// The softmax of a row over one chunk, where several tasks share the keys: peak, total, sum.
 template <typename A>
 inline A* part_of(const AttentionParams& p, int64_t request, int64_t kv_head, int64_t row,
-                  int64_t segment) {
+                  int64_t chunk) {
   const int64_t size = part_size(p.v_dim, kLanes<A>);
   const int64_t rows = std::max(p.nodes, p.padding_rows) * p.group;
-  const int64_t at = ((request * p.kv_heads + kv_head) * rows + row) * p.segments + segment;
+  const int64_t at = ((request * p.kv_heads + kv_head) * rows + row) * p.chunks + chunk;
   return static_cast<A*>(p.partial) + at * size;
 }
 
@@ -899,8 +898,8 @@ void attend(const AttentionParams& p, int64_t task) {
   const int64_t part = task / p.kv_heads % p.parts;
   const int64_t split = task / p.kv_heads / p.parts % p.splits;
   const Request request = request_of(p, task / p.kv_heads / p.parts / p.splits);
-  const int64_t segment_begin = p.segments * part / p.parts;
-  const int64_t segment_end = p.segments * (part + 1) / p.parts;
+  const int64_t part_begin = p.chunks * part / p.parts;
+  const int64_t part_end = p.chunks * (part + 1) / p.parts;
   const int64_t node_begin = request.rows * split / p.splits;
   const int64_t node_end = request.rows * (split + 1) / p.splits;
   if (node_begin == node_end) return;
@@ -928,9 +927,6 @@ void attend(const AttentionParams& p, int64_t task) {
   A* row_peak = arena.take<A>(tile_rows);
   A* row_total = arena.take<A>(tile_rows);
   A* row_sum = arena.take<A>(tile_rows * row_pitch);
-  A* whole_peak = arena.take<A>(tile_rows);
-  A* whole_total = arena.take<A>(tile_rows);
-  A* whole_sum = arena.take<A>(p.parts == 1 ? tile_rows * row_pitch : 0);
   A* columns = arena.take<A>(words * panels(key_vectors));
   A* path_columns = arena.take<A>(words * panels(key_vectors));
   A* values = arena.take<A>(steps * panels(vectors));
@@ -988,10 +984,16 @@ void attend(const AttentionParams& p, int64_t task) {
                         (request.first_row + tile + node_of[r]) * p.q_stride[1] +
                         (kv_head * group + r % group) * p.q_stride[2],
                     scale, q + r * words);
-      whole_peak[r] = kMinusInfinity;
-      whole_total[r] = 0;
+      row_peak[r] = kMinusInfinity;
+      row_total[r] = 0;
+      if (p.parts == 1) {
+        std::fill(row_sum + r * row_pitch, row_sum + (r + 1) * row_pitch, A(0));
+        continue;
+      }
+      for (int64_t c = part_begin; c < part_end; ++c) {
+        part_of<A>(p, request.index, kv_head, tile * group + r, c)[1] = 0;
+      }
     }
-    if (p.parts == 1) std::fill(whole_sum, whole_sum + rows * row_pitch, A(0));
 
     const bool in_place =
         v_dim % (Pack * L) == 0 && ((std::is_same_v<C, A> && rows <= 64) || rows <= kRows);
@@ -1009,221 +1011,209 @@ void attend(const AttentionParams& p, int64_t task) {
                     to_v + skip);
     };
     int64_t found = -1;  // the chunk whose rows next_k and next_v name
+    const int64_t chunk_begin = std::max(first_chunk, part_begin);
+    const int64_t chunk_end = std::min(last_chunk, part_end);
 
-    for (int64_t segment = segment_begin; segment < segment_end; ++segment) {
-      std::fill(row_peak, row_peak + rows, kMinusInfinity);
-      std::fill(row_total, row_total + rows, A(0));
-      const int64_t chunk_end = std::min(last_chunk, (segment + 1) * kSegmentChunks);
-      for (int64_t c = std::max(first_chunk, segment * kSegmentChunks); c < chunk_end; ++c) {
-        const int64_t start = c * chunk;
-        const int64_t shared = shared_of(c);
-        const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
-        if (found != c) find_rows(c, kv_head, next_k, next_v);
-        std::swap(k_rows, next_k);
-        std::swap(v_rows, next_v);
-        // The last chunk of a task fetches the first of the next task, the next head's.
-        const bool one_block = rows <= kRows;
-        const bool last = c + 1 == chunk_end && segment + 1 == segment_end;
-        const bool other = last && p.parts > 1 && kv_head + 1 < p.kv_heads;
-        found = other ? std::max(first_chunk, segment_begin * kSegmentChunks) : c + 1;
-        const int64_t ahead = last && !other ? 0 : shared_of(found);
-        if (ahead > 0) find_rows(found, kv_head + (other ? 1 : 0), next_k, next_v);
-        if (other) found = -1;
-        if (shared > skip) {
-          const int64_t count = shared - skip;
-          for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
-          load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns,
-                                one_block ? v_rows + skip : nullptr, v_dim);
-          if (!in_place) {
-            for (int64_t i = skip / Pack; i < shared / Pack; ++i) {
-              load_value<C, A>(read_v, v_rows + i * Pack, v_dim, i, steps, values);
-            }
-          }
-        }
-
-        int64_t loaded_node = -1, valued_node = -1;  // whose path's keys and values are at hand
-        for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
-          const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
-          if (!one_block) {
-            const int64_t from = ahead * r0 / rows;
-            const int64_t fetched = ahead * std::min(r0 + kRows, rows) / rows - from;
-            prefetch_rows(next_k + from, fetched, k_dim);
-            prefetch_rows(next_v + from, fetched, v_dim);
-          }
-          int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
-          int64_t low = chunk, high = 0;
-          for (int r = 0; r < count; ++r) {
-            const NodeView& see = view[node_of[r0 + r]];
-            begin[r] = std::clamp<int64_t>(see.begin - start, 0, chunk);
-            end[r] = std::clamp<int64_t>(see.end - start, 0, chunk);
-            if (begin[r] >= end[r]) begin[r] = end[r] = 0;
-            if (end[r] > 0) low = std::min(low, begin[r]);
-            high = std::max(high, end[r]);
-          }
-          if (low < high) {
-            score<A, Pack>(count, q + r0 * words, words, columns, low / L, (high + L - 1) / L,
-                           scores, scores_pitch);
-          }
-
-          // Positions of the path inside this chunk: [path_begin, path_end), per row.
-          int64_t path_begin[kRows], path_end[kRows];
-          for (int r = 0; r < count; ++r) {
-            const int64_t n = node_of[r0 + r];
-            const NodeView& see = view[n];
-            path_begin[r] = std::clamp<int64_t>(prefix - start, 0, chunk);
-            path_end[r] = see.path_count == 0
-                              ? path_begin[r]
-                              : std::clamp<int64_t>(prefix + see.path_count - start, 0, chunk);
-            const int64_t length = path_end[r] - path_begin[r];
-            if (length <= 0) continue;
-            if (n != loaded_node) {
-              const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
-              for (int64_t j = 0; j < length; ++j) {
-                path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
-              }
-              for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
-              load_transposed<C, A>(read_k, path_k, length, k_dim, 0, path_columns);
-              loaded_node = n;
-            }
-            // The rows of one node follow each other and are scored together.
-            const int same =
-                static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-            score<A, Pack>(same, q + (r0 + r) * words, words, path_columns, 0, (length + L - 1) / L,
-                           scores + r * scores_pitch + path_begin[r], scores_pitch);
-            for (int i = 1; i < same; ++i) {
-              path_begin[r + i] = path_begin[r];
-              path_end[r + i] = path_end[r];
-            }
-            r += same - 1;
-          }
-
-          A peak[kRows], total[kRows];
-          bool sees[kRows];
-          for (int r = 0; r < count; ++r) {
-            const bool path = path_end[r] > path_begin[r];
-            sees[r] = path || begin[r] < end[r];
-            if (!sees[r]) continue;
-            const int64_t from = begin[r] < end[r] ? begin[r] : path_begin[r];
-            const int64_t to = path ? path_end[r] : end[r];
-            const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
-            A* row = scores + r * scores_pitch;
-            peak[r] = cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
-            const bool masked = path || from > whole_from || to < whole_to;
-            std::fill(row + whole_from, row + from, kMinusInfinity);
-            std::fill(row + to, row + whole_to, kMinusInfinity);
-            if (path) {
-              const NodeView& see = view[node_of[r0 + r]];
-              bool any = begin[r] < end[r];
-              for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
-                if (paths[see.path + start + j - prefix] < 0) {
-                  row[j] = kMinusInfinity;
-                } else {
-                  any = true;
-                }
-              }
-              sees[r] = any;
-              if (!any) continue;
-            }
-            if (masked) peak[r] = largest<A>(row, whole_from, whole_to);
-            total[r] = exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch,
-                                             peak[r]);
-          }
-
-          // Words of shared keys that a row sees whole; a pair it sees half of is completed by a
-          // row of zeros, or by the first key of its path.
-          std::fill(sum, sum + count * row_pitch, A(0));
-          int64_t word_begin[kRows], word_end[kRows];
-          const auto add_half = [&](int r, const C* a, const C* b, int64_t word) {
-            const C* pair[2] = {a, b};
-            load_value<C, A>(read_v, pair, v_dim, steps, steps + 1, path_values);
-            accumulate<A, Pack>(1, weights + r * scores_pitch + word - steps, scores_pitch,
-                                Panels<A>{path_values, steps + 1}, steps, steps + 1, vectors,
-                                sum + r * row_pitch, row_pitch);
-          };
-          for (int r = 0; r < count; ++r) {
-            word_begin[r] = (begin[r] + Pack - 1) / Pack;
-            word_end[r] = std::max(word_begin[r], end[r] / Pack);
-            if (begin[r] % Pack != 0) add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);
-          }
-          if (in_place) {
-            accumulate_shared<A, Pack>(
-                count, weights, scores_pitch,
-                RowsInPlace<C, A>{v_rows, read_v,
-                                  one_block && ahead == chunk && k_dim == v_dim ? next_k : nullptr},
-                word_begin, word_end, vectors, sum, row_pitch);
-          } else {
-            accumulate_shared<A, Pack>(count, weights, scores_pitch, Panels<A>{values, steps},
-                                       word_begin, word_end, vectors, sum, row_pitch);
-          }
-          for (int r = 0; r < count;) {
-            const int64_t n = node_of[r0 + r];
-            const int same =
-                static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
-            if (path_end[r] <= path_begin[r]) {
-              for (; r < count && node_of[r0 + r] == n; ++r) {
-                if (end[r] % Pack != 0) add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);
-              }
-              continue;
-            }
-            const int32_t* path = paths.data() + view[n].path + (start - prefix);
-            const int64_t first = path_begin[r] / Pack, last = (path_end[r] + Pack - 1) / Pack;
-            if (n != valued_node) {
-              // The value at a position, null where the node does not see it.
-              const auto seen = [&](int64_t j) -> const C* {
-                if (j >= path_end[r]) return nullptr;
-                if (j >= path_begin[r]) return path[j] < 0 ? nullptr : v_slots[path[j]];
-                return begin[r] <= j && j < end[r] ? v_rows[j] : nullptr;
-              };
-              for (int64_t i = first; i < last; ++i) {
-                const C* word[Pack];
-                valued[i - first] = false;
-                for (int j = 0; j < Pack; ++j) {
-                  const C* row = seen(i * Pack + j);
-                  valued[i - first] |= row != nullptr;
-                  word[j] = row == nullptr ? zero : row;
-                }
-                if (valued[i - first]) {
-                  load_value<C, A>(read_v, word, v_dim, i - first, steps + 1, path_values);
-                }
-              }
-              valued_node = n;
-            }
-            for (int64_t i = 0, stop; i < last - first; i = stop + 1) {
-              for (stop = i; stop < last - first && valued[stop];) ++stop;
-              accumulate<A, Pack>(same, weights + r * scores_pitch + first, scores_pitch,
-                                  Panels<A>{path_values, steps + 1}, i, stop, vectors,
-                                  sum + r * row_pitch, row_pitch);
-            }
-            r += same;
-          }
-
-          for (int r = 0; r < count; ++r) {
-            if (!sees[r]) continue;
-            merge_part<A>(peak[r], total[r], sum + r * row_pitch, row_pitch, &row_peak[r0 + r],
-                          &row_total[r0 + r], row_sum + (r0 + r) * row_pitch);
+    for (int64_t c = chunk_begin; c < chunk_end; ++c) {
+      const int64_t start = c * chunk;
+      const int64_t shared = shared_of(c);
+      const int64_t skip = std::clamp<int64_t>(first_key - start, 0, shared) / L * L;
+      if (found != c) find_rows(c, kv_head, next_k, next_v);
+      std::swap(k_rows, next_k);
+      std::swap(v_rows, next_v);
+      // The last chunk of a task fetches the first of the next task, the next head's.
+      const bool one_block = rows <= kRows;
+      const bool last = c + 1 == chunk_end;
+      const bool other = last && p.parts > 1 && kv_head + 1 < p.kv_heads;
+      found = other ? chunk_begin : c + 1;
+      const int64_t ahead = last && !other ? 0 : shared_of(found);
+      if (ahead > 0) find_rows(found, kv_head + (other ? 1 : 0), next_k, next_v);
+      if (other) found = -1;
+      if (shared > skip) {
+        const int64_t count = shared - skip;
+        for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
+        load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns,
+                              one_block ? v_rows + skip : nullptr, v_dim);
+        if (!in_place) {
+          for (int64_t i = skip / Pack; i < shared / Pack; ++i) {
+            load_value<C, A>(read_v, v_rows + i * Pack, v_dim, i, steps, values);
           }
         }
       }
 
-      for (int64_t r = 0; r < rows; ++r) {
-        if (p.parts > 1) {
-          A* to = part_of<A>(p, request.index, kv_head, tile * group + r, segment);
-          to[0] = row_peak[r];
-          to[1] = row_total[r];
-          if (row_total[r] != 0) {
-            std::copy(row_sum + r * row_pitch, row_sum + (r + 1) * row_pitch, to + L);
+      int64_t loaded_node = -1, valued_node = -1;  // whose path's keys and values are at hand
+      for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
+        const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
+        if (!one_block) {
+          const int64_t from = ahead * r0 / rows;
+          const int64_t fetched = ahead * std::min(r0 + kRows, rows) / rows - from;
+          prefetch_rows(next_k + from, fetched, k_dim);
+          prefetch_rows(next_v + from, fetched, v_dim);
+        }
+        int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
+        int64_t low = chunk, high = 0;
+        for (int r = 0; r < count; ++r) {
+          const NodeView& see = view[node_of[r0 + r]];
+          begin[r] = std::clamp<int64_t>(see.begin - start, 0, chunk);
+          end[r] = std::clamp<int64_t>(see.end - start, 0, chunk);
+          if (begin[r] >= end[r]) begin[r] = end[r] = 0;
+          if (end[r] > 0) low = std::min(low, begin[r]);
+          high = std::max(high, end[r]);
+        }
+        if (low < high) {
+          score<A, Pack>(count, q + r0 * words, words, columns, low / L, (high + L - 1) / L, scores,
+                         scores_pitch);
+        }
+
+        // Positions of the path inside this chunk: [path_begin, path_end), per row.
+        int64_t path_begin[kRows], path_end[kRows];
+        for (int r = 0; r < count; ++r) {
+          const int64_t n = node_of[r0 + r];
+          const NodeView& see = view[n];
+          path_begin[r] = std::clamp<int64_t>(prefix - start, 0, chunk);
+          path_end[r] = see.path_count == 0
+                            ? path_begin[r]
+                            : std::clamp<int64_t>(prefix + see.path_count - start, 0, chunk);
+          const int64_t length = path_end[r] - path_begin[r];
+          if (length <= 0) continue;
+          if (n != loaded_node) {
+            const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
+            for (int64_t j = 0; j < length; ++j) {
+              path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
+            }
+            for (int64_t j = length; j % L != 0; ++j) path_k[j] = zero;
+            load_transposed<C, A>(read_k, path_k, length, k_dim, 0, path_columns);
+            loaded_node = n;
           }
-        } else if (row_total[r] != 0) {
-          merge_part<A>(row_peak[r], row_total[r], row_sum + r * row_pitch, row_pitch,
-                        &whole_peak[r], &whole_total[r], whole_sum + r * row_pitch);
+          // The rows of one node follow each other and are scored together.
+          const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+          score<A, Pack>(same, q + (r0 + r) * words, words, path_columns, 0, (length + L - 1) / L,
+                         scores + r * scores_pitch + path_begin[r], scores_pitch);
+          for (int i = 1; i < same; ++i) {
+            path_begin[r + i] = path_begin[r];
+            path_end[r + i] = path_end[r];
+          }
+          r += same - 1;
+        }
+
+        A peak[kRows], total[kRows];
+        bool sees[kRows];
+        for (int r = 0; r < count; ++r) {
+          const bool path = path_end[r] > path_begin[r];
+          sees[r] = path || begin[r] < end[r];
+          if (!sees[r]) continue;
+          const int64_t from = begin[r] < end[r] ? begin[r] : path_begin[r];
+          const int64_t to = path ? path_end[r] : end[r];
+          const int64_t whole_from = from / L * L, whole_to = (to + L - 1) / L * L;
+          A* row = scores + r * scores_pitch;
+          peak[r] = cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
+          const bool masked = path || from > whole_from || to < whole_to;
+          std::fill(row + whole_from, row + from, kMinusInfinity);
+          std::fill(row + to, row + whole_to, kMinusInfinity);
+          if (path) {
+            const NodeView& see = view[node_of[r0 + r]];
+            bool any = begin[r] < end[r];
+            for (int64_t j = path_begin[r]; j < path_end[r]; ++j) {
+              if (paths[see.path + start + j - prefix] < 0) {
+                row[j] = kMinusInfinity;
+              } else {
+                any = true;
+              }
+            }
+            sees[r] = any;
+            if (!any) continue;
+          }
+          if (masked) peak[r] = largest<A>(row, whole_from, whole_to);
+          total[r] =
+              exponentiate<A, Pack>(row, whole_from, whole_to, weights + r * scores_pitch, peak[r]);
+        }
+
+        // Words of shared keys that a row sees whole; a pair it sees half of is completed by a
+        // row of zeros, or by the first key of its path.
+        std::fill(sum, sum + count * row_pitch, A(0));
+        int64_t word_begin[kRows], word_end[kRows];
+        const auto add_half = [&](int r, const C* a, const C* b, int64_t word) {
+          const C* pair[2] = {a, b};
+          load_value<C, A>(read_v, pair, v_dim, steps, steps + 1, path_values);
+          accumulate<A, Pack>(1, weights + r * scores_pitch + word - steps, scores_pitch,
+                              Panels<A>{path_values, steps + 1}, steps, steps + 1, vectors,
+                              sum + r * row_pitch, row_pitch);
+        };
+        for (int r = 0; r < count; ++r) {
+          word_begin[r] = (begin[r] + Pack - 1) / Pack;
+          word_end[r] = std::max(word_begin[r], end[r] / Pack);
+          if (begin[r] % Pack != 0) add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);
+        }
+        if (in_place) {
+          accumulate_shared<A, Pack>(
+              count, weights, scores_pitch,
+              RowsInPlace<C, A>{v_rows, read_v,
+                                one_block && ahead == chunk && k_dim == v_dim ? next_k : nullptr},
+              word_begin, word_end, vectors, sum, row_pitch);
+        } else {
+          accumulate_shared<A, Pack>(count, weights, scores_pitch, Panels<A>{values, steps},
+                                     word_begin, word_end, vectors, sum, row_pitch);
+        }
+        for (int r = 0; r < count;) {
+          const int64_t n = node_of[r0 + r];
+          const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
+          if (path_end[r] <= path_begin[r]) {
+            for (; r < count && node_of[r0 + r] == n; ++r) {
+              if (end[r] % Pack != 0) add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);
+            }
+            continue;
+          }
+          const int32_t* path = paths.data() + view[n].path + (start - prefix);
+          const int64_t first = path_begin[r] / Pack, last = (path_end[r] + Pack - 1) / Pack;
+          if (n != valued_node) {
+            // The value at a position, null where the node does not see it.
+            const auto seen = [&](int64_t j) -> const C* {
+              if (j >= path_end[r]) return nullptr;
+              if (j >= path_begin[r]) return path[j] < 0 ? nullptr : v_slots[path[j]];
+              return begin[r] <= j && j < end[r] ? v_rows[j] : nullptr;
+            };
+            for (int64_t i = first; i < last; ++i) {
+              const C* word[Pack];
+              valued[i - first] = false;
+              for (int j = 0; j < Pack; ++j) {
+                const C* row = seen(i * Pack + j);
+                valued[i - first] |= row != nullptr;
+                word[j] = row == nullptr ? zero : row;
+              }
+              if (valued[i - first]) {
+                load_value<C, A>(read_v, word, v_dim, i - first, steps + 1, path_values);
+              }
+            }
+            valued_node = n;
+          }
+          for (int64_t i = 0, stop; i < last - first; i = stop + 1) {
+            for (stop = i; stop < last - first && valued[stop];) ++stop;
+            accumulate<A, Pack>(same, weights + r * scores_pitch + first, scores_pitch,
+                                Panels<A>{path_values, steps + 1}, i, stop, vectors,
+                                sum + r * row_pitch, row_pitch);
+          }
+          r += same;
+        }
+
+        for (int r = 0; r < count; ++r) {
+          if (!sees[r]) continue;
+          if (p.parts == 1) {
+            merge_part<A>(peak[r], total[r], sum + r * row_pitch, row_pitch, &row_peak[r0 + r],
+                          &row_total[r0 + r], row_sum + (r0 + r) * row_pitch);
+            continue;
+          }
+          A* to = part_of<A>(p, request.index, kv_head, tile * group + r0 + r, c);
+          to[0] = peak[r];
+          to[1] = total[r];
+          std::copy(sum + r * row_pitch, sum + (r + 1) * row_pitch, to + L);
         }
       }
     }
 
     if (p.parts > 1) continue;
     for (int64_t r = 0; r < rows; ++r) {
-      store_row<C>(p, request, tile + node_of[r], kv_head * group + r % group, whole_peak[r],
-                   whole_total[r], whole_sum + r * row_pitch);
+      store_row<C>(p, request, tile + node_of[r], kv_head * group + r % group, row_peak[r],
+                   row_total[r], row_sum + r * row_pitch);
     }
   }
 }
@@ -1242,8 +1232,8 @@ void merge_parts(const AttentionParams& p, int64_t task) {
   for (int64_t g = 0; g < p.group; ++g) {
     A peak = -std::numeric_limits<A>::infinity(), total = 0;
     std::fill(sum, sum + row_pitch, A(0));
-    for (int64_t segment = 0; segment < p.segments; ++segment) {
-      const A* part = part_of<A>(p, request.index, kv_head, node * p.group + g, segment);
+    for (int64_t c = 0; c < p.chunks; ++c) {
+      const A* part = part_of<A>(p, request.index, kv_head, node * p.group + g, c);
       if (part[1] != 0) merge_part<A>(part[0], part[1], part + L, row_pitch, &peak, &total, sum);
     }
     store_row<C>(p, request, node, kv_head * p.group + g, peak, total, sum);

@@ -26,8 +26,8 @@ struct AttentionParams {
   int64_t chunk;         // kv_chunk: keys per chunk of the online softmax
   int64_t window;        // 0: none
   int64_t splits;        // tasks that share one (request, KV head), each with some of the nodes
-  int64_t parts;         // tasks that share those nodes, each with some of the segments
-  int64_t segments;      // that hold the keys of any request, see attention_kernel.h
+  int64_t parts;         // tasks that share those nodes, each with some of the chunks
+  int64_t chunks;        // that hold the keys of any request
   double scale, softcap;
   float k_scale, v_scale;                // of a float8 cache, else 1
   torch::headeronly::ScalarType q_type;  // of q and out
@@ -54,7 +54,7 @@ struct AttentionParams {
   const double* sinks;  // [q_heads], null: none
   void* out;
   int64_t out_stride[3];
-  void* partial;  // parts > 1: [request, KV head, row, segment] of part_size elements
+  void* partial;  // parts > 1: [request, KV head, row, chunk] of part_size elements
   float* lse;     // null: not asked for
   int64_t lse_stride[3];
 };
@@ -69,12 +69,7 @@ struct Request {
   const int32_t* depths;  // of its slots, null: not given
 };
 
-// Chunks of a segment: a row's chunks merge within their segment, then its segments, each in
-// ascending order. Few, so that a long prefix has work for many threads; several, as a segment
-// costs a merge.
-constexpr int64_t kSegmentChunks = 3;
-
-// A row's softmax over one segment: peak and total in the first `lanes` elements, then the sum.
+// A row's softmax over one chunk: peak and total in the first `lanes` elements, then the sum.
 constexpr int64_t part_size(int64_t v_dim, int64_t lanes) {
   return (v_dim + lanes - 1) / lanes * lanes + lanes;
 }
