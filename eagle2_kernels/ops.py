@@ -381,6 +381,7 @@ OPS: tuple[Op, ...] = (
         reference.process_logits,
         _nothing,
         "logit bias and penalties in place, each node's own path counted",
+        triton="logits",
         floats=("logits",),
     ),
     Op(
@@ -390,6 +391,7 @@ OPS: tuple[Op, ...] = (
         reference.count_tokens,
         _nothing,
         "add emitted tokens to each request's counts",
+        triton="logits",
     ),
     Op(
         "mark_tokens",
@@ -398,6 +400,7 @@ OPS: tuple[Op, ...] = (
         reference.mark_tokens,
         _nothing,
         "set the bits of tokens in each request's int32 mask words",
+        triton="logits",
     ),
     Op(
         "token_logprobs",
@@ -406,6 +409,7 @@ OPS: tuple[Op, ...] = (
         reference.token_logprobs,
         _token_logprobs,
         "log-softmax at the visited rows, read at the emitted tokens",
+        triton="logits",
         floats=("logits",),
     ),
     Op(

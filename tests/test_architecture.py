@@ -1,6 +1,7 @@
 """The rooms of the package and the one direction their dependencies point in."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -91,3 +92,29 @@ def test_nothing_imports_the_command_line():
 def test_every_public_name_resolves():
     missing = [name for name in eagle2_kernels.__all__ if not hasattr(eagle2_kernels, name)]
     assert missing == []
+
+
+ROOT = Path(__file__).parents[1]
+TRITON_FILES = sorted((ROOT / "triton_kernels").glob("*.py"))
+CUDA_FILES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+def kernel_headers(path: Path) -> dict[str, str]:
+    """The docstring of each Triton kernel, the comment before each CUDA kernel."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+        kernels = [n for n in nodes if n.name.endswith("_kernel")]
+        return {n.name: ast.get_docstring(n) or "" for n in kernels}
+    found = re.finditer(r"((?://.*\n)*)(?:template.*\n)?__global__ void[^\n]*?(\w+)\(", text)
+    return {match[2]: match[1] for match in found}
+
+
+@pytest.mark.parametrize("path", TRITON_FILES + CUDA_FILES, ids=lambda p: f"{p.stem}{p.suffix}")
+def test_each_kernel_states_its_bytes_and_flops(path):
+    headers = kernel_headers(path)
+    assert headers or path.stem in ("__init__", "launch")
+    assert len(headers) == len(re.findall(r"^def \w+_kernel\(|^__global__", path.read_text(), re.M))
+    for name, header in headers.items():
+        assert re.search(r"^\W*bytes = ", header, re.M), name
+        assert re.search(r"^\W*flops = ", header, re.M), name

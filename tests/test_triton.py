@@ -3,9 +3,11 @@
 The interpreter gives values: it sees no races and no bounds, and its bfloat16 is float32.
 """
 
+import contextlib
 import csv
-import importlib
+import importlib.util
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,8 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import AttentionCase, attention_inputs, paged, visibility
+from cases import FLOAT8_CASES, AttentionCase, attention_inputs, paged, visibility
+from test_logits import processor_case, same
+from test_ops import example
 
+import eagle2_kernels
 from eagle2_kernels import reference
 from eagle2_kernels.ops import OPS
 
@@ -60,14 +65,14 @@ def test_write_kv_stores_only_the_rows_asked_for(page_size, dtype, with_lengths)
     batch, rows, heads, dim = 3, 5, 2, 24
     k = torch.randn(batch, rows, heads, dim, generator=generator).to(dtype)
     v = torch.randn(batch, rows, heads, dim, generator=generator).to(dtype)
-    prefix = torch.tensor([0, 7, 14], dtype=torch.int32)
-    lengths = torch.tensor([5, 0, 3], dtype=torch.int32) if with_lengths else None
+    prefix = torch.tensor([[0, 1], [7, 1], [14, 1]], dtype=torch.int32)[:, 0]
+    lengths = torch.tensor([5, 9, 0, 9, 3], dtype=torch.int32)[::2] if with_lengths else None
     table = None
     shape = (batch, 16, heads, dim)
     if page_size is not None:
         per_request = -(-16 // page_size)
         pages = torch.randperm(batch * per_request, generator=generator)
-        table = pages.view(batch, per_request).int()
+        table = torch.stack([pages.view(batch, per_request).int()] * 2, -1)[..., 0]
         table[2, -1] = -1
         shape = (batch * per_request, page_size, heads, dim)
     # K's storage is interleaved, V's has heads first: strides must be honoured, each cache's own.
@@ -79,6 +84,66 @@ def test_write_kv_stores_only_the_rows_asked_for(page_size, dtype, with_lengths)
     reference.write_kv(expected[:, 0], expected_v.transpose(1, 2), *args)
     launcher("cache", "write_kv")(stored[:, 0], stored_v.transpose(1, 2), *args)
     assert torch.equal(stored, expected) and torch.equal(stored_v, expected_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_write_kv_rounds_to_float8_as_the_cpu_does(dtype, scaled):
+    """Every float8 number, the middles between them, their neighbours, and what lies past them."""
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (every[1:] + every[:-1]) / 2
+    edges = torch.cat([every, middles, torch.tensor([449.0, 464.0, 480.0, 6e4, float("inf")])])
+    if dtype == torch.float32:
+        near = [edges.nextafter(torch.tensor(x)) for x in (0.0, float("inf"))]
+        edges = torch.cat([edges, *near, torch.tensor([1e-40, 2.0**-149, 3e38])])
+    rows = torch.cat([edges, -edges, torch.tensor([float("nan")])])
+    rows = torch.nn.functional.pad(rows, (0, -len(rows) % 128)).to(dtype).view(1, -1, 2, 64)
+    lens = torch.zeros(1, dtype=torch.int32)
+    scales = {}
+    if scaled:
+        scales = {"k_scale": torch.tensor([0.37]), "v_scale": torch.tensor(3.0)}
+    stored = [torch.zeros(2, *rows.shape).to(torch.float8_e4m3fn) for _ in range(3)]
+    launcher("cache", "write_kv")(*stored[0], rows, -rows, lens, **scales)
+    reference.write_kv(*stored[1], rows, -rows, lens, **scales)
+    torch.ops.eagle2_kernels.write_kv(*stored[2], rows, -rows, lens, **scales)
+    got, *others = (x.view(torch.uint8) for x in stored)
+    for want in others:
+        # The sign of NaN is nobody's promise.
+        both_nan = (got & 0x7F == 0x7F) & (want & 0x7F == 0x7F)
+        assert torch.equal(got[~both_nan], want[~both_nan])
+
+
+def test_write_kv_copies_float8_beside_rounding_and_any_element_size():
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 2, 1, 24, generator=g)
+    v = torch.randn(1, 2, 1, 16, generator=g).to(torch.float8_e4m3fn)
+    lens = torch.ones(1, dtype=torch.int32)
+    got, want = (
+        [torch.zeros(1, 4, 1, d).to(torch.float8_e4m3fn) for d in (24, 16)] for _ in range(2)
+    )
+    launcher("cache", "write_kv")(*got, k, v, lens)
+    reference.write_kv(*want, k, v, lens)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for dtype in (torch.float64, torch.int8, torch.bfloat16):
+        cache = torch.zeros(2, 1, 4, 1, 24, dtype=dtype)
+        launcher("cache", "write_kv")(*cache, k.to(dtype), k.to(dtype), lens)
+        assert torch.equal(cache[1, :, 1:3], k.to(dtype)) and (cache[:, :, ::3] == 0).all()
+
+
+def test_write_kv_refuses_what_it_would_misread():
+    rows, cache = torch.zeros(2, 3, 2, 8), torch.zeros(2, 9, 2, 8)
+    good = dict(k_cache=cache, v_cache=cache, k=rows, v=rows, prefix_lens=torch.zeros(2).int())
+    for changes, error, message in (
+        ({"prefix_lens": torch.zeros(2).long()}, TypeError, r"prefix_lens: expected torch\.int32"),
+        ({"v": rows[:, :2]}, ValueError, r"v: expected shape \(2, 3, 2, None\)"),
+        ({"k_cache": cache[:, :, :1]}, ValueError, r"k_cache: expected shape \(2, None, 2, 8\)"),
+        ({"k": rows.double()}, TypeError, r"k: expected the dtype of k_cache, torch\.float32"),
+        ({"k_scale": torch.ones(1)}, ValueError, r"k_scale: expected None where rows are copied"),
+        ({"lengths": torch.zeros(1).int()}, ValueError, r"lengths: expected shape \(2,\)"),
+    ):
+        with pytest.raises(error, match=message):
+            launcher("cache", "write_kv")(**good | changes)
 
 
 # expand_topk
@@ -97,7 +162,15 @@ def assert_expands_as_the_oracle(logits, beam_scores, top_k, draft_to_target=Non
 # 4096 logits are one program's: 4095, 4096 and 4097 are its edges.
 @pytest.mark.parametrize(
     ("b", "p", "v", "k"),
-    [(1, 1, 1, 1), (2, 3, 11, 4), (1, 2, 3, 5), (1, 4, 4095, 4), (2, 1, 4096, 3), (1, 3, 8193, 7)],
+    [
+        (1, 1, 1, 1),
+        (2, 3, 11, 4),
+        (1, 2, 3, 5),
+        (1, 4, 4095, 4),
+        (2, 1, 4096, 3),
+        (1, 3, 8193, 7),
+        (1, 2, 4200, 128),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
@@ -142,8 +215,8 @@ def test_expand_reads_strided_logits_and_no_dead_parents():
 
 
 def test_expand_refuses_what_its_tiles_cannot_hold():
-    with pytest.raises(ValueError, match=r"top_k: expected 1 to 64 on CUDA, got 65"):
-        filled("expand_topk", torch.zeros(1, 1, 100), torch.zeros(1, 1), 65)
+    with pytest.raises(ValueError, match=r"top_k: expected 1 to 128 on CUDA, got 129"):
+        filled("expand_topk", torch.zeros(1, 1, 200), torch.zeros(1, 1), 129)
     with pytest.raises(TypeError, match=r"beam_scores: expected torch\.float32"):
         filled("expand_topk", torch.zeros(1, 1, 100), torch.zeros(1, 1).double(), 2)
 
@@ -199,6 +272,188 @@ def test_attention_equals_the_oracle(case, dtype):
     assert_attends_as_the_oracle(attention_inputs(case, dtype, any_order=case.nodes % 2 == 0))
 
 
+SMALL_FLOAT8 = [
+    replace(case, nodes=min(case.nodes, 18), head_dim=24, prefix=min(case.prefix, 40), kv_chunk=32)
+    for case in FLOAT8_CASES[:-1]
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "hardware"),
+    [(case, torch.float32, False) for case in SMALL_FLOAT8[1:]]
+    + [(SMALL_FLOAT8[4], torch.float16, True)],
+    ids=lambda x: x.name if isinstance(x, AttentionCase) else str(x).removeprefix("torch."),
+)
+def test_attention_over_float8_caches_equals_the_oracle(case, dtype, hardware, monkeypatch):
+    """Both ways to read float8: as such, and as bytes where the card knows no e4m3."""
+    from eagle2_kernels.triton_kernels import attention
+
+    monkeypatch.setattr(attention, "_device", lambda device: (80, 8, hardware))
+    assert_attends_as_the_oracle(attention_inputs(case, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_float8_number_is_read_as_it_is(dtype):
+    # The one key's values are all the numbers; NaN, which makes a row NaN, in calls of its own.
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = torch.where(every.isnan(), 0, every.float()).to(torch.float8_e4m3fn)
+
+    def call(k, v):
+        out = torch.full((1, 1, 1, v.shape[0]), 7.0, dtype=dtype)
+        q, lens = torch.ones(1, 1, 1, 16, dtype=dtype), torch.zeros(1, dtype=torch.int32)
+        caches = (x.view(1, 1, 1, -1) for x in (k, v))
+        launcher("attention", "tree_attention_out")(
+            q, *caches, lens, v_scale=torch.tensor([0.5]), out=out
+        )
+        return out.flatten()
+
+    zeros = torch.zeros(16).to(torch.float8_e4m3fn)
+    assert torch.equal(call(zeros, finite), (finite.float() * 0.5).to(dtype))
+    for nan in every[every.isnan()]:
+        poison = zeros.clone()
+        poison[3] = nan
+        assert call(zeros, poison).isnan().all() and call(poison, zeros).isnan().all()
+
+
+def test_latent_attention_takes_the_wide_tiles():
+    """DeepSeek's shape: V is the first 512 of K's 576 columns, one KV head for all."""
+    case = AttentionCase(3, (4, 1), 576, 20, v_dim=512, latent=True, page_size=16)
+    assert_attends_as_the_oracle(attention_inputs(case, torch.float32))
+    assert_attends_as_the_oracle(attention_inputs(replace(case, float8=True), torch.float16))
+
+
+def ragged_inputs(case, counts, padding=0):
+    """Requests with ``counts`` rows of the case's trees, one after another; padding rows last."""
+    inputs = attention_inputs(case, torch.float32)
+    keep = torch.cat([torch.arange(n) + b * case.nodes for b, n in enumerate(counts)])
+
+    def flat(tensor, fill):
+        rows = tensor.flatten(0, 1)[keep]
+        return torch.cat([rows, torch.full((padding, *rows.shape[1:]), fill, dtype=rows.dtype)])
+
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    kwargs = dict(inputs.kwargs, qo_indptr=starts)
+    if "depths" in kwargs:
+        kwargs["depths"] = flat(kwargs["depths"], 0)
+    mask = None if inputs.tree_mask is None else flat(inputs.tree_mask, -1)
+    return replace(inputs, q=flat(inputs.q, 1.0), tree_mask=mask, kwargs=kwargs)
+
+
+def attend_flat(inputs, **changes):
+    out = torch.full((*inputs.q.shape[:2], inputs.v_cache.shape[3]), float("nan"))
+    lse = torch.full(inputs.q.shape[:2], float("nan"))
+    kwargs = {**inputs.kwargs, **changes}
+    launcher("attention", "tree_attention_out")(*inputs.args, **kwargs, out=out, lse=lse)
+    return out, lse
+
+
+RAGGED = [
+    AttentionCase(9, (4, 2), 16, 40, batch=4),
+    AttentionCase(9, (2, 1), 16, 40, batch=4, chain=True, page_size=5, window=20),
+    AttentionCase(18, (2, 1), 16, 30, batch=4, page_size=16, window=25, sinks=True),
+    AttentionCase(9, (2, 1), 16, 40, batch=4, float8=True, kv_chunk=16),
+]
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=lambda case: case.name)
+def test_ragged_rows_equal_the_oracles_and_their_own_calls(case):
+    counts = [case.nodes, 0, 1, 5]
+    inputs = ragged_inputs(case, counts, padding=3)
+    changes = {"max_q": case.nodes}
+    got, lse = attend_flat(inputs, **changes)
+    want, want_lse = torch.empty_like(got), torch.empty_like(lse)
+    reference.tree_attention_out(*inputs.args, **inputs.kwargs, **changes, out=want, lse=want_lse)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6)
+    # The bits of a call with that request alone.
+    whole = attention_inputs(case, torch.float32)
+    dense = ("depths",) if case.window and not case.chain else ()
+    for b, first in ((0, 0), (3, sum(counts[:3]))):
+        n = counts[b]
+        kwargs = {name: x for name, x in whole.kwargs.items() if name not in dense}
+        kwargs |= {name: whole.kwargs[name][b : b + 1, :n] for name in dense}
+        if "page_table" in kwargs:
+            kwargs["page_table"] = whole.kwargs["page_table"][b : b + 1]
+        else:
+            whole_k, whole_v = whole.k_cache[b : b + 1], whole.v_cache[b : b + 1]
+        own = replace(
+            whole,
+            q=whole.q[b : b + 1, :n],
+            k_cache=whole.k_cache if "page_table" in kwargs else whole_k,
+            v_cache=whole.v_cache if "page_table" in kwargs else whole_v,
+            prefix_lens=whole.prefix_lens[b : b + 1],
+            tree_mask=None if whole.tree_mask is None else whole.tree_mask[b : b + 1, :n],
+            kwargs=kwargs,
+        )
+        alone, alone_lse = attend(own)
+        assert torch.equal(got[first : first + n], alone[0])
+        assert torch.equal(lse[first : first + n], alone_lse[0])
+
+
+def test_ragged_rows_of_a_longer_tree_and_of_the_prefix_alone():
+    case = AttentionCase(9, (2, 1), 16, 40, batch=3)
+    inputs = attention_inputs(case, torch.float32)
+    counts = [3, 0, 4]
+    tails = [torch.arange(9 - n, 9) + 9 * b for b, n in enumerate(counts)]
+    keep = torch.cat(tails)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    flat = replace(
+        inputs,
+        q=inputs.q.flatten(0, 1)[keep],
+        tree_mask=inputs.tree_mask.flatten(0, 1)[keep],
+        kwargs={"qo_indptr": starts},
+    )
+    want, lse = attend(inputs)
+    for max_q in (4, None):
+        got, got_lse = attend_flat(flat, tree_len=9, max_q=max_q)
+        assert torch.equal(got, want.flatten(0, 1)[keep])
+        assert torch.equal(got_lse, lse.flatten(0, 1)[keep])
+    prefix, prefix_lse = attend(replace(inputs, tree_mask=None), tree_len=0)
+    got, got_lse = attend_flat(replace(flat, tree_mask=None), tree_len=0, max_q=4)
+    assert torch.equal(got, prefix.flatten(0, 1)[keep])
+    assert torch.equal(got_lse, prefix_lse.flatten(0, 1)[keep])
+
+
+def test_rows_past_the_hosts_bound_are_padding():
+    g = torch.Generator().manual_seed(1)
+    q, cache = torch.randn(6, 2, 16, generator=g), torch.randn(1, 30, 1, 16, generator=g)
+    lens = torch.tensor([5], dtype=torch.int32)
+    starts = torch.tensor([0, 6], dtype=torch.int32)
+    out = torch.full_like(q, 7.0)
+    launcher("attention", "tree_attention_out")(
+        q, cache, cache, lens, qo_indptr=starts, max_q=4, out=out
+    )
+    assert (out[:4] != 0).all() and (out[4:] == 0).all()
+
+
+@pytest.mark.parametrize("starts", [[0, 5, 3], [0, 99, 99], [-4, 2, 6], [0]], ids=str)
+def test_row_starts_of_any_value_read_and_write_inside_the_rows(starts):
+    g = torch.Generator().manual_seed(1)
+    batch = len(starts) - 1
+    q, cache = torch.randn(6, 2, 16, generator=g), torch.randn(batch, 30, 1, 16, generator=g)
+    # The rows around are what an access outside the tensors would meet.
+    stored = torch.full((18, 2, 16), 7.0)
+    kwargs = {"qo_indptr": torch.tensor(starts).int(), "max_q": 6}
+    args = (q, cache, cache, torch.zeros(batch).int() + 5)
+    launcher("attention", "tree_attention_out")(*args, **kwargs, out=stored[6:12])
+    assert (stored[:6] == 7).all() and (stored[12:] == 7).all()
+    assert stored[6:12].isfinite().all()
+    assert batch > 0 or (stored[6:12] == 0).all()
+
+
+def test_attention_refuses_scales_and_rows_it_cannot_use():
+    inputs = attention_inputs(AttentionCase(2, (2, 1), 16, 4), torch.float32)
+    with pytest.raises(ValueError, match=r"k_scale: expected None beside torch\.float32 caches"):
+        attend(inputs, k_scale=torch.ones(1))
+    with pytest.raises(ValueError, match=r"qo_indptr: expected a tensor beside max_q = 3"):
+        attend(inputs, max_q=3)
+    inputs = attention_inputs(AttentionCase(2, (2, 1), 16, 4, float8=True), torch.float32)
+    with pytest.raises(TypeError, match=r"v_scale: expected torch\.float32, got torch\.float64"):
+        attend(inputs, v_scale=torch.ones(1).double())
+    with pytest.raises(ValueError, match=r"k_scale: expected one element, got shape \(2,\)"):
+        attend(inputs, k_scale=torch.ones(2))
+
+
 def test_attention_of_the_last_rows_of_a_tree_and_of_the_prefix_alone():
     inputs = attention_inputs(AttentionCase(9, (2, 1), 16, 40), torch.float32)
     want, lse = attend(inputs)
@@ -217,13 +472,13 @@ def test_v_may_have_a_head_dim_of_its_own():
 def test_a_rows_bits_do_not_depend_on_what_stands_beside_it(dtype, monkeypatch):
     from eagle2_kernels.triton_kernels import attention
 
-    case = AttentionCase(20, (2, 1), 16, 300, kv_chunk=32)
+    case = AttentionCase(20, (2, 1), 16, 290, kv_chunk=32)
     inputs = attention_inputs(case, dtype)
-    monkeypatch.setattr(attention, "_device", lambda device: (80, 10**6))
+    monkeypatch.setattr(attention, "_device", lambda device: (80, 10**6, False))
     want, lse = attend(inputs)
     # One program folds whole groups of chunks; other pages; the row alone; a second request.
-    monkeypatch.setattr(attention, "_device", lambda device: (80, 1))
-    for other in (attend(inputs), attend(inputs, max_prefix_len=300)):
+    monkeypatch.setattr(attention, "_device", lambda device: (80, 1, False))
+    for other in (attend(inputs), attend(inputs, max_prefix_len=290)):
         assert torch.equal(other[0], want) and torch.equal(other[1], lse)
     k, v, table = paged(inputs.k, inputs.v, 7, 3)
     other = attend(replace(inputs, k_cache=k, v_cache=v), page_table=table)
@@ -236,7 +491,7 @@ def test_a_rows_bits_do_not_depend_on_what_stands_beside_it(dtype, monkeypatch):
             name: torch.cat([getattr(inputs, name)] * 2)
             for name in ("q", "k_cache", "v_cache", "tree_mask")
         },
-        prefix_lens=torch.tensor([7, 300], dtype=torch.int32),
+        prefix_lens=torch.tensor([7, 290], dtype=torch.int32),
     )
     assert torch.equal(attend(twice)[0][1:], want)
 
@@ -338,6 +593,119 @@ def test_page_id_times_page_stride_passes_31_bits():
     table = torch.tensor([[319]], dtype=torch.int32)
     got, _ = attend(replace(inputs, k_cache=far[0], v_cache=far[1]), page_table=table)
     assert torch.equal(got, want)
+
+
+# process_logits, count_tokens, mark_tokens, token_logprobs
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["clean", "hostile"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_edited_logits_are_the_oracles(dtype, hostile):
+    rng = random.Random(hostile)
+    for trial in range(12):
+        (logits, *tree), kwargs = processor_case(rng, dtype, hostile)
+        got, want = logits.clone(), logits.clone()
+        launcher("logits", "process_logits")(got, *tree, **kwargs)
+        reference.process_logits(want, *tree, **kwargs)
+        assert same(got, want), trial
+
+
+def test_logits_are_edited_across_slices_and_where_they_lie():
+    """2048 tokens are one program's; rows, counts and bits between others that must stay."""
+    g = torch.Generator().manual_seed(1)
+    b, n, vocab = 2, 3, 2050
+    store = torch.full((vocab, n, b, 2), 7.0)
+    view = store[..., 1].permute(2, 1, 0)
+    view.copy_(torch.randn(b, n, vocab, generator=g))
+    want = view.clone()
+    draft = torch.tensor([[0, 2047, 2048], [0, 2049, 2049]])
+    parents = torch.tensor([[-1, 0, 1]] * b).int()
+    counts = torch.zeros(b, vocab, 2).int()
+    counts[0, 2047], counts[1, 2048] = 3, 1
+    kwargs = {
+        "output_counts": counts[..., 0],
+        "prompt_mask": torch.full((b, 65), 1).int(),
+        "repetition_penalty": torch.tensor([1.3, 1.0]),
+        "frequency_penalty": torch.tensor([0.3, 0.7]),
+        "bias_tokens": torch.tensor([[2047, 2048, -1], [5, 5, 2**40]]),
+        "bias_values": torch.tensor([[1.5, -0.5, 9.0], [0.1, 0.2, 9.0]]),
+    }
+    launcher("logits", "process_logits")(view, draft, parents, **kwargs)
+    reference.process_logits(want, draft, parents, **kwargs)
+    assert torch.equal(view, want)
+    assert (store[..., 0] == 7).all()
+
+
+def test_parents_that_loop_or_leave_the_tree_leave_their_rows_alone():
+    logits = torch.ones(1, 4, 9)
+    kwargs = {"output_counts": torch.ones(1, 9).int(), "presence_penalty": torch.ones(1)}
+    draft = torch.zeros(1, 4, dtype=torch.int64)
+    for parents, edited in (
+        ([-1, 2, 1, 0], [0, 3]),
+        ([-1, 1, 2**31 - 1, -(2**31)], [0]),
+        ([0, 0, 0, 0], []),
+    ):
+        got = logits.clone()
+        launcher("logits", "process_logits")(got, draft, torch.tensor([parents]).int(), **kwargs)
+        assert [i for i in range(4) if (got[0, i] != 1).any()] == edited
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 33, 64])
+def test_tokens_are_counted_and_marked_as_by_the_oracle(vocab):
+    g = torch.Generator().manual_seed(vocab)
+    tokens = torch.randint(-2, 70, (2, 300), generator=g)
+    # Written through a view whose neighbours must stay.
+    counts = torch.full((2, vocab, 2), -3, dtype=torch.int32)
+    mask = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32), 2), generator=g).int() & 0x0F0F0F0F
+    want_counts, want_mask = counts.clone(), mask.clone()
+    launcher("logits", "count_tokens")(counts[..., 0], tokens)
+    reference.count_tokens(want_counts[..., 0], tokens)
+    assert torch.equal(counts, want_counts)
+    launcher("logits", "mark_tokens")(mask[..., 1], tokens)
+    reference.mark_tokens(want_mask[..., 1], tokens)
+    assert torch.equal(mask, want_mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 15, 4097])
+def test_log_probabilities_are_those_of_log_softmax(dtype, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(2, 4, vocab, generator=generator) * 6).to(dtype)
+    slots = torch.randint(0, 4, (2, 5), generator=generator).int()
+    tokens = torch.randint(0, vocab, (2, 5), generator=generator)
+    rows = torch.arange(2)[:, None]
+    exact = torch.log_softmax(logits.double(), -1)[rows, slots.long(), tokens]
+    torch_own = torch.log_softmax(logits.float(), -1)[rows, slots.long(), tokens]
+    strided = logits.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    got = filled("token_logprobs", logits, slots, tokens)["logprobs"]
+    error = (got.double() - exact).abs().max()
+    assert error <= 2 * (torch_own.double() - exact).abs().max() + 4e-6
+    assert torch.equal(filled("token_logprobs", strided, slots, tokens)["logprobs"], got)
+
+
+def test_log_probabilities_of_odd_rows():
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[[0.0, nan, -inf], [inf, 0.0, inf], [nan, -inf, nan]]])
+    slots = torch.tensor([[0, 0, 0, 1, 1, 2, -1, 3, 0, 0, 2**31 - 1]]).int()
+    tokens = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0, -1, 3, 2**62]])
+    got = filled("token_logprobs", logits, slots, tokens)["logprobs"]
+    torch.testing.assert_close(got, reference.token_logprobs(logits, slots, tokens))
+
+
+def test_the_logits_launchers_refuse_what_they_would_misread():
+    logits, counts = torch.zeros(1, 2, 40), torch.zeros(1, 40).int()
+    tree = (torch.zeros(1, 2).long(), torch.zeros(1, 2).int())
+    for call, error, message in (
+        (("process_logits", logits.int()), TypeError, "logits: expected float64, float32"),
+        (("process_logits", logits), ValueError, "draft_tokens, parents: expected both"),
+        (("process_logits", logits, tree[0].int(), tree[1]), TypeError, "draft_tokens: expected"),
+        (("count_tokens", counts.long(), tree[0]), TypeError, r"counts: expected torch\.int32"),
+        (("mark_tokens", counts, tree[1]), TypeError, r"tokens: expected torch\.int64"),
+    ):
+        with pytest.raises(error, match=message):
+            launcher("logits", call[0])(*call[1:])
+    with pytest.raises(ValueError, match="output_counts: expected a tensor"):
+        launcher("logits", "process_logits")(logits, *tree, presence_penalty=torch.ones(1))
 
 
 # sample_tokens, sample_and_verify
@@ -500,6 +868,113 @@ def test_draws_refuse_float64_logits():
         filled("sample_tokens", *args)
 
 
+# what a launcher does beside launching
+
+
+ATTENTION_FORMS = {
+    "dense": {},
+    "float8 pages": {
+        "page_table": torch.arange(6).view(2, 3).int(),
+        "depths": torch.zeros(2, 5).int(),
+        "window": 4,
+        "sinks": torch.zeros(4),
+        "k_scale": torch.ones(1),
+        "v_scale": torch.ones(1),
+    },
+    "ragged": {"qo_indptr": torch.tensor([0, 2, 3]).int(), "max_q": 2},
+}
+
+
+def launches(name):
+    """Calls of an op's launcher, with and without its options."""
+    args, kwargs = example(name)
+    yield args, kwargs
+    if name == "tree_attention_out":
+        q, k, v, lens, mask = args
+        pages = [x.view(8, 3, 2, 8).to(torch.float8_e4m3fn) for x in (k, v)]
+        yield (q, *pages, lens, mask), kwargs | ATTENTION_FORMS["float8 pages"]
+        flat = {key: out[0, :3] for key, out in kwargs.items()}
+        yield (q[0, :3], k, v, lens, mask[0, :3]), flat | ATTENTION_FORMS["ragged"]
+    elif name == "write_kv":
+        caches = [x.view(8, 3, 2, 8).to(torch.float8_e4m3fn) for x in args[:2]]
+        table = ATTENTION_FORMS["float8 pages"]["page_table"]
+        yield (*caches, *args[2:], table), dict.fromkeys(("k_scale", "v_scale"), torch.ones(1))
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS if op.triton])
+def test_a_launcher_reads_no_value_and_launches_on_the_arguments_device(name, monkeypatch):
+    """So it never waits for the device and may be captured: tensors here have no values at all.
+
+    What it allocates are torch's own tensors, so they come from torch's caching allocator.
+    """
+    from eagle2_kernels.triton_kernels import attention
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    op = next(op for op in OPS if op.name == name)
+    module = importlib.import_module(f"eagle2_kernels.triton_kernels.{op.triton}")
+    guarded, launched = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        guarded.append(tensor.device)
+        yield
+        guarded.pop()
+
+    class Launch:
+        def __init__(self, kernel):
+            self.names = kernel.arg_names
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                values = dict(zip(self.names, args, strict=False)) | kwargs
+                options = {"num_warps", "num_stages", "enable_fp_fusion"}
+                assert values.keys() - options == set(self.names)
+                tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
+                assert guarded == [tensors[0].device] == [torch.device("cuda:0")]
+                assert all(isinstance(x, FakeTensor) and x.is_cuda for x in tensors)
+                others = [x for x in values.values() if not isinstance(x, torch.Tensor)]
+                assert all(type(x) in (int, float, bool) for x in (*others, *grid))
+                launched.append(grid)
+
+            return launch
+
+    kernels = [kernel for kernel in vars(module) if kernel.endswith("_kernel")]
+    for kernel in kernels:
+        monkeypatch.setattr(module, kernel, Launch(getattr(module, kernel)))
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(attention, "_device", lambda device: (90, 132, True))
+    count = 0
+    with FakeTensorMode():
+        for args, kwargs in launches(name):
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                torch.Tensor,
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"),
+                (args, kwargs),
+            )
+            before, count = len(launched), count + 1
+            if op.outs:
+                made = op.fake(*args, **kwargs)
+                made = (made,) if isinstance(made, torch.Tensor) else made
+                kwargs = kwargs | dict(zip(op.outs, made, strict=True))
+            getattr(module, f"{name}_out" if op.outs else name)(*args, **kwargs)
+            assert len(launched) > before
+    assert count >= 1
+
+
+def test_the_cuda_library_calls_nothing_that_waits_for_the_device():
+    """Its kernels' launches aside, no function of the CUDA runtime; and no read of a value."""
+    library = Path(eagle2_kernels.__file__).parent / "_C_cuda.abi3.so"
+    if not library.exists():
+        pytest.skip("built without CUDA; `make cuda` insists on the library")
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    )
+    wanted = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines()}
+    runtime = {name for name in wanted if name.startswith(("cuda", "cu"))}
+    assert {n for n in runtime if "Launch" not in n} <= {"cudaGetLastError", "cudaGetErrorString"}
+    assert not [n for n in wanted if "item" in n or "synchronize" in n.lower()]
+
+
 # compiled ahead of time, in processes of their own: here kernels are decorated for the interpreter
 
 
@@ -531,6 +1006,21 @@ def test_every_variant_has_a_committed_budget_within_its_card():
     assert len(rows) == len(listed)
     for row in rows:
         assert int(row["shared_bytes"]) <= launch.SHARED_LIMIT[int(row["arch"])], row
+
+
+def test_what_spills_is_excused_by_name_and_nothing_else_is():
+    spec = importlib.util.spec_from_file_location("aot", ROOT / "bench" / "aot.py")
+    aot = importlib.util.module_from_spec(spec)
+    sys.modules["aot"] = aot
+    spec.loader.exec_module(aot)
+    with AOT.open() as file:
+        spilling = {
+            (r["arch"], r["kernel"], r["variant"])
+            for r in csv.DictReader(file)
+            if r["spills"] != "0"
+        }
+    excused = {(arch, kernel, name) for archs, kernel, name in aot.SPILLS for arch in archs.split()}
+    assert spilling == excused
 
 
 def test_importing_the_package_does_not_import_triton():

@@ -36,8 +36,11 @@ def expand_slice_kernel(
 ):
     """One slice of one row of logits.
 
-    Program (slice, row). Reads BLOCK logits, each once; writes 8 + 8 * top_k bytes. About 4 flops
-    and 2 * top_k comparisons a logit, all in registers.
+    Program (slice, row).
+
+    bytes = rows * (vocab * element + slices * (8 + 8 * top_k) + 4), each logit once;
+            slices = ceil(vocab / BLOCK)
+    flops = rows * vocab * (4 + 2 * top_k), the comparisons in registers
     """
     slice_ = tl.program_id(0)
     row = tl.program_id(1)
@@ -103,9 +106,13 @@ def expand_merge_kernel(
 ):
     """The slices of one request, and its beam.
 
-    One program per request. Reads 8 + 8 * top_k bytes a slice and writes 12 bytes a candidate and
-    24 a beam entry. Slices are merged in ascending order of tokens, and places in that order
-    break ties, so the order is (logit, id).
+    One program per request. Slices are merged in ascending order of tokens, and places in that
+    order break ties, so the order is (logit, id).
+
+    bytes = rows * slices * (8 + 8 * top_k) + rows * top_k * (12 + 8 with a vocabulary map)
+            + requests * top_k * 28; rows = requests * parents
+    flops = rows * slices * power_of_2(top_k) * top_k + requests * power_of_2(parents * top_k)
+            * top_k, comparisons
     """
     request = tl.program_id(0).to(tl.int64)
     first_row = request * parents

@@ -364,9 +364,10 @@ def sample_tokens_kernel(
 ):
     """One draw: one program per row.
 
-    Reads the row once when greedy, twice with a temperature, and 18 times more for each of top-k
-    and top-p, from the second-level cache; writes 8 bytes. About 60 flops a kept logit for its
-    noise.
+    bytes = rows * (vocab * element * passes + 8); of the passes the first comes from memory, the
+            others from the second-level cache: 1 when greedy, 2 with a temperature, 18 more for
+            top-k and 19 more for top-p; vocab / 8 a pass with a mask
+    flops = rows * vocab * (2 * passes + 60 for the noise, with a temperature)
     """
     request = (tl.program_id(0) // num_rows).to(tl.int64)
     node = (tl.program_id(0) % num_rows).to(tl.int64)
@@ -432,7 +433,9 @@ def sample_and_verify_kernel(
 ):
     """One request's walk: from the root, a draw at each node it comes to.
 
-    Reads per visited node what sample_tokens_kernel reads for a row; writes 12 bytes a level.
+    bytes = visited * (what sample_tokens_kernel has for a row) + requests * (12 * (max_depth + 1)
+            + 12), visited = accept_length + 1 for each request
+    flops = visited * (what sample_tokens_kernel has for a row)
     """
     request = tl.program_id(0).to(tl.int64)
     slots = num_rows + request * 0
@@ -572,7 +575,7 @@ def sample_tokens_out(
         return
     with torch.cuda.device_of(logits):
         sample_tokens_kernel[(batch * rows,)](
-            *pointers, tokens, rows, vocab, *strides, **flags, **launch.draw_tiles().keywords()
+            *pointers, tokens, rows, vocab, *strides, **flags, **launch.draw_tiles(flags).keywords()
         )
 
 
@@ -641,5 +644,5 @@ def sample_and_verify_out(
             0 if num_nodes is None else num_nodes.stride(0),
             HAS_NODES=num_nodes is not None,
             **flags,
-            **launch.walk_tiles(max_depth).keywords(),
+            **launch.walk_tiles(flags, max_depth).keywords(),
         )

@@ -39,10 +39,11 @@ struct CompactArgs {
 
 static_assert(sizeof(CompactArgs) <= 4096, "kernel parameters of every card and toolkit");
 
-// Per request and tensor it reads and writes each row that moves once, 2 * heads * row bytes, and
-// reads 4 * width + 8 bytes of the path, and a page id for either end of a move. Shared memory: two
-// pointers and the staged units of each row of the path. Blocks of requests that accepted no draft
-// end at once.
+// Each row that moves is read and written once. Shared memory: two pointers and the staged units of
+// each row of the path. Blocks of requests that accepted no draft end at once.
+//   bytes = tensors * (moves * (2 * heads * row + 8 with pages) + B * (4 * width + 8)),
+//           moves = sum of accept_length
+//   flops = 0
 template <typename Unit>
 __global__ void __launch_bounds__(256) compact_kv_kernel(const __grid_constant__ CompactArgs args) {
   __shared__ int32_t shared;

@@ -14,7 +14,8 @@ struct ExtendArgs {
   uint64_t* next_mask;     // [B, K, W]
 };
 
-// Per request it reads 8 K * (1 + W) bytes and writes 4 K * K + 8 K * W (4 K + 8 K * W at level 0).
+//   bytes = B * (8 K * (1 + W) read, 4 K * K + 8 K * W written; 4 K + 8 K * W at level 0)
+//   flops = 0
 __global__ void extend_draft_tree_kernel(ExtendArgs args) {
   const int64_t b = blockIdx.x, row = b * args.top_k * args.words;
   extend_level(BlockTeam{}, args.level, args.top_k, args.words, args.beam + b * args.top_k,

@@ -22,10 +22,11 @@ struct BuildArgs {
   TreeOut out;
 };
 
-// Per request it reads 8 M bytes of scores and parents (the rounds after the first find them in the
-// cache), 20 bytes and 8 for each of at most N kept tokens; it writes a tree, N * (36 + 8 W) + 4
-// bytes with W = mask_words(N), and passes 24 M bytes of scratch. Shared memory: the histogram and,
-// where they fit, the sort keys.
+// One block per request. The rounds of the selection after the first find scores and parents in the
+// cache. Shared memory: the histogram and, where they fit, the sort keys.
+//   bytes = B * (8 M + 20 + 8 N read, N * (36 + 8 W) + 4 written, 24 M of scratch),
+//           W = mask_words(N)
+//   flops = B * (5 M + N log2(N)^2), comparisons
 __global__ void build_tree_kernel(BuildArgs args) {
   __shared__ int32_t histogram[256];
   __shared__ int32_t shared[4];
@@ -61,8 +62,9 @@ struct FlattenArgs {
   uint64_t* tree_mask;  // [B, N, W]
 };
 
-// Each slot walks to the root by itself; a request's parents stay in the cache. Per request it
-// reads 4 N + 8 bytes and writes N * (20 + 8 W), W = mask_words(N).
+// Each slot walks to the root by itself; a request's parents stay in the cache.
+//   bytes = B * (4 N + 8 read, N * (20 + 8 W) written), W = mask_words(N)
+//   flops = 0
 __global__ void flatten_tree_kernel(FlattenArgs args) {
   const int64_t b = blockIdx.x, at = b * args.n;
   flatten_tree(BlockTeam{}, args.parents + at, args.n, args.num_nodes[b], args.prefix_lens[b],
@@ -166,9 +168,9 @@ int64_t marginals_scratch_bytes(int64_t n, int64_t keys) {
   return 8 * keys + n * static_cast<int64_t>(8 + sizeof(OpenPrefix) + 12);
 }
 
-// One thread searches, N heap steps in shared memory, then the block sorts and writes. Per request
-// it reads 12 bytes of each of at most 2 N marginals and 20 more; it writes a tree, N * (36 + 8 W)
-// + 4 bytes with W = mask_words(N).
+// One thread searches, N heap steps in shared memory, then the block sorts and writes.
+//   bytes = B * (24 N + 20 read, N * (36 + 8 W) + 4 written), W = mask_words(N)
+//   flops = B * N * (2 log2(N) + 2)
 __global__ void build_tree_from_marginals_kernel(MarginalsArgs args) {
   __shared__ int32_t shared[1];
   const int64_t b = blockIdx.x, n = args.max_nodes;
@@ -288,8 +290,9 @@ struct PathsArgs {
   int64_t* rows;  // [B, N, width]
 };
 
-// Per request it reads 4 N + 4 bytes and writes 8 N * width, the rows of leaves twice. Shared
-// memory: 4 N bytes where they fit, and two numbers per thread to count leaves.
+// Shared memory: 4 N bytes where they fit, and two numbers per thread to count leaves.
+//   bytes = B * (4 N + 4 read, 8 N * width written), the rows of leaves twice
+//   flops = 0
 __global__ void retrieve_indices_kernel(PathsArgs args) {
   __shared__ int32_t sums[512];
   const int64_t b = blockIdx.x, at = b * args.n;
@@ -352,7 +355,9 @@ struct MaskArgs {
   int64_t num_keys;
 };
 
-// A thread builds a word from 64 bytes: reads a byte and writes a bit per key.
+// A thread builds a word from 64 bytes.
+//   bytes = rows * num_keys * (1 read, 1/8 written)
+//   flops = 0
 __global__ void pack_tree_mask_kernel(MaskArgs args) {
   const int64_t r = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (r >= args.in.rows) return;
@@ -363,7 +368,9 @@ __global__ void pack_tree_mask_kernel(MaskArgs args) {
            static_cast<uint64_t*>(args.to) + r * mask_words(args.num_keys));
 }
 
-// A thread writes a key's byte: reads a bit and writes a byte per key.
+// A thread writes a key's byte.
+//   bytes = rows * num_keys * (1/8 read, 1 written)
+//   flops = 0
 __global__ void unpack_tree_mask_kernel(MaskArgs args) {
   const int64_t r = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (r >= args.in.rows) return;

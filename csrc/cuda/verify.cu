@@ -36,8 +36,9 @@ struct VerifyArgs {
   Accepted accepted;
 };
 
-// Per request it reads at most 24 N + 4 bytes and writes 4 * (max_depth + 1) + 12. Shared memory: 4
-// N bytes where they fit.
+// Shared memory: 4 N bytes where they fit.
+//   bytes = B * (24 N + 4 read at most, 4 * (max_depth + 1) + 12 written)
+//   flops = 0
 __global__ void verify_tree_kernel(VerifyArgs args) {
   const Links& links = args.links;
   const int64_t b = blockIdx.x, at = b * links.slots;
@@ -84,11 +85,12 @@ int64_t coin_scratch_bytes(int64_t slots, int64_t vocab) {
          4 * ((vocab + 31) / 32);
 }
 
-// Per request it reads one probability of each child, 32 N bytes of links, tokens and coins, and
-// the row it draws from once: V elements by one block, a few of them again. It writes 4 *
-// (max_depth + 1)
-// + 12 bytes and passes V / 4 bytes of lane sums and V / 8 of excluded tokens through scratch. The
-// loads of a row are what it waits for, so a block is as large as blocks get.
+// One block per request reads the row it draws from, and of other rows one probability for each
+// child. The loads of the row are what it waits for, so a block is as large as blocks get. Scratch:
+// lane sums and the tokens excluded.
+//   bytes = B * ((V + N) * element + 32 N read, 4 * (max_depth + 1) + 12 written,
+//           V / 4 + V / 8 of scratch)
+//   flops = B * (V + 2 N)
 template <typename T>
 __global__ void __launch_bounds__(1024, 1) verify_tree_coins_kernel(CoinArgs args) {
   __shared__ double shared[2];

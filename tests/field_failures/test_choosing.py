@@ -305,9 +305,12 @@ def test_green_interpreter_is_not_a_green_gpu(path):
 
 STRIDES = {
     f"{tensor}_{dim}"
-    for tensor in "q k v kc vc a b o la lb lo out lse mask depths table prefix logits beam".split()
-    for dim in "batch parent token row head page slot word entry dim node".split()
-} | {"page_table_stride", "sinks_head"}
+    for tensor in (
+        "q k v kc vc a b o la lb lo out lse mask depths table prefix lengths indptr logits beam "
+        "draft parents nodes prompt counts bias value record tokens slots"
+    ).split()
+    for dim in "batch parent parents token row head page slot word entry dim node".split()
+} | {"sinks_head"}
 
 
 def is_wide(expression, wide):

@@ -129,6 +129,12 @@ def pairs(old: str, new: str, slugs: str, **more) -> Mutant:
     )
 
 
+def triton(module: str, old: str, new: str, test: str, slugs: str = "", **more) -> Mutant:
+    """A mutant of a Triton kernel, killed by a test of test_triton.py."""
+    tests = f"test_triton.py::test_{test}"
+    return Mutant(f"triton_kernels/{module}.py", old, new, slugs, tests, needs="triton", **more)
+
+
 def tree(old: str, new: str, slugs: str, objects: str = "flatten", **more) -> Mutant:
     """A mutant of csrc/tree.h, in the sources that hold what it changes."""
     return Mutant(TREE, old, new, slugs, objects=objects, **more)
@@ -763,8 +769,8 @@ CHOOSING_MUTANTS = [
     ),
     Mutant(
         "triton_kernels/cache.py",
-        "slot = tl.load(prefix_lens + request).to(tl.int64) + row",
-        "slot = tl.load(prefix_lens + request) + tl.program_id(0) % num_rows",
+        "slot = tl.load(prefix_lens + request * prefix_batch).to(tl.int64) + row",
+        "slot = tl.load(prefix_lens + request * prefix_batch) + tl.program_id(0) % num_rows",
         "green_interpreter_is_not_a_green_gpu",
         quick=True,
     ),
@@ -783,6 +789,72 @@ CHOOSING_MUTANTS = [
         "strided_kv_views",
         tests="test_triton.py::test_write_kv_stores_only_the_rows_asked_for",
         needs="triton",
+    ),
+    triton("cache", "+ index * table_entry", "+ index", "write_kv_stores_only_the_rows_asked_for"),
+    triton(
+        "cache",
+        "x = tl.where(x > 448.0, 448.0, x)",
+        "x = tl.where(x > 480.0, 448.0, x)",
+        "write_kv_rounds_to_float8_as_the_cpu_does",
+    ),
+    triton(
+        "cache",
+        "+ ((size >> 20) & 1)) >> 20",
+        "+ 1) >> 20",
+        "write_kv_rounds_to_float8_as_the_cpu_does",
+    ),
+    triton(
+        "attention",
+        'x = tl.where((bits & 0x7F) == 0x7F, float("nan"), number)',
+        "x = number",
+        "every_float8_number_is_read_as_it_is",
+    ),
+    triton(
+        "attention",
+        "result *= tl.load(v_scale)",
+        "result *= 1.0",
+        "every_float8_number_is_read_as_it_is",
+    ),
+    triton(
+        "attention",
+        "scale *= tl.load(k_scale)",
+        "scale *= 1.0",
+        "ragged_rows_equal_the_oracles_and_their_own_calls",
+    ),
+    triton(
+        "attention",
+        "depths_first = first_row * depths_slot",
+        "depths_first = request * depths_batch",
+        "ragged_rows_equal_the_oracles_and_their_own_calls",
+    ),
+    triton(
+        "attention",
+        "mask_first = first_row * mask_row",
+        "mask_first = request * mask_row",
+        "ragged_rows_of_a_longer_tree_and_of_the_prefix_alone",
+    ),
+    triton(
+        "attention",
+        "tl.minimum(end - first, most)",
+        "end - first",
+        "rows_past_the_hosts_bound_are_padding",
+    ),
+    triton("logits", "count += (token == ", "count = (token == ", "edited_logits_are_the_oracles"),
+    triton(
+        "logits",
+        "alive = alive * tl.where(tl.load(row_parents) == -1, 1, 0)",
+        "alive = alive * 1",
+        "parents_that_loop_or_leave_the_tree_leave_their_rows_alone",
+    ),
+    triton("logits", ' | (bias == float("-inf"))', "", "edited_logits_are_the_oracles"),
+    triton(
+        "logits",
+        "known = (token >= 0) & (token < limit)",
+        "known = (token >= 0) & (token <= limit)",
+        "tokens_are_counted_and_marked_as_by_the_oracle",
+    ),
+    triton(
+        "logits", "sums += tl.exp", "sums = tl.exp", "log_probabilities_are_those_of_log_softmax"
     ),
 ]
 
