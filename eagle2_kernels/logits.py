@@ -125,32 +125,21 @@ def process_logits(
     )
 
 
-def _call_process_logits(
-    logits,
-    draft_tokens,
-    parents,
-    num_nodes,
-    prompt_mask,
-    output_counts,
-    repetition_penalty,
-    frequency_penalty,
-    presence_penalty,
-    bias_tokens,
-    bias_values,
-):
-    return _process_logits(
-        logits,
-        draft_tokens,
-        parents,
-        num_nodes,
-        prompt_mask=prompt_mask,
-        output_counts=output_counts,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        bias_tokens=bias_tokens,
-        bias_values=bias_values,
-    )
+_OPTIONS = (
+    "prompt_mask",
+    "output_counts",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "bias_tokens",
+    "bias_values",
+)
+
+
+def _call_process_logits(logits, draft_tokens, parents, num_nodes, *options):
+    # The dispatcher takes half a microsecond for each keyword.
+    given = {n: x for n, x in zip(_OPTIONS, options, strict=True) if x is not None}
+    return _process_logits(logits, draft_tokens, parents, num_nodes, **given)
 
 
 def _per_request(

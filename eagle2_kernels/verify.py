@@ -83,17 +83,16 @@ def sample_tokens(
     )
 
 
-def _call_sample_tokens(logits, position_ids, seeds, temperature, top_k, top_p, min_p, allowed):
-    return _sample_tokens(
-        logits,
-        position_ids,
-        seeds,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        allowed_mask=allowed,
-    )
+def _call_sample_tokens(logits, position_ids, seeds, *filters):
+    return _sample_tokens(logits, position_ids, seeds, **_given(*filters))
+
+
+_FILTERS = ("temperature", "top_k", "top_p", "min_p", "allowed_mask")
+
+
+def _given(*filters: Tensor | None) -> dict[str, Tensor]:
+    """Those that are there: the dispatcher takes half a microsecond for each keyword."""
+    return {n: x for n, x in zip(_FILTERS, filters, strict=True) if x is not None}
 
 
 def _filters(
@@ -121,9 +120,11 @@ def _per_request(
     dtype: torch.dtype,
 ) -> Tensor | None:
     """A host number in [low, high] as a [B] tensor; None where it switches the filter off."""
+    if value is None:
+        return None
     if not isinstance(logits, Tensor):
         return None  # the op refuses the logits
-    if value is None or not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)):
         return value
     if dtype is torch.int32 and not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -433,14 +434,7 @@ def sample_and_verify(
 
 def _call_sample_and_verify(*args):
     *rest, temperature, top_k, top_p, min_p, allowed_mask = args
-    return _sample_and_verify(
-        *rest,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        allowed_mask=allowed_mask,
-    )
+    return _sample_and_verify(*rest, **_given(temperature, top_k, top_p, min_p, allowed_mask))
 
 
 def _check_sample_and_verify(

@@ -111,6 +111,22 @@ def test_equal_scores_across_parents_go_to_the_lower_index():
     assert beam.tolist() == [[0, 1]] and rows.tolist() == [[0, 0]]
 
 
+@pytest.mark.parametrize("stride", [1, 2], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_nan_and_infinite_logits_in_long_rows(dtype, stride):
+    """Whole chunks are read in place: what is not finite is met in another way than at the end."""
+    logits = torch.randn(1, 4, 5000 * stride, generator=torch.Generator().manual_seed(5)).to(dtype)
+    logits = logits[..., ::stride]
+    logits[0, 0, [3, 2100, 4999]] = float("inf")
+    logits[0, 1, :4700] = float("nan")
+    logits[0, 2, 100:] = NEG_INF
+    logits[0, 2, 7] = float("nan")
+    logits[0, 3, 1::2] = -float("nan")
+    got = e2.expand_topk(logits, torch.zeros(1, 4), 5)
+    assert_same_expansion(got, logits, torch.zeros(1, 4), 5)
+    assert got[0][0, :3].tolist() == [3, 2100, 4999]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_nan_and_infinite_logits_keep_indices_in_range(dtype):
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(3)).to(dtype)
