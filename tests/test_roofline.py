@@ -175,6 +175,9 @@ def test_a_floor_is_the_slowest_of_three(capsys, tmp_path):
     with (tmp_path / "floors.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert len(table) == len(load("shapes").SHAPES) + len(ATTENTION_CASES)
+    committed = (BENCH / "results" / "roofline.csv").read_text()
+    again = "run `python bench/roofline.py --cases --csv bench/results/roofline.csv`"
+    assert (tmp_path / "floors.csv").read_text() == committed, again
     # By hand: 2.567 MB at 3.35 TB/s.
     row = next(r for r in table if r["shape"] == "B1-P10-V128256-K10")
     assert float(row["H100 floor_us"]) == pytest.approx(0.766, abs=1e-3)
