@@ -443,12 +443,22 @@ def test_attention_in_both_directions_and_across():
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("seen", [[[1, 1, 1, 0, 0]], [[1, 1, 1, 0, 1], [1, 1, 1, 0, 0]]])
+def test_a_row_may_see_no_more_than_all_rows_see(seen):
+    mask = torch.tensor(seen, dtype=torch.bool)[None, None]
+    q, kv = torch.randn(1, 4, len(seen), 8), torch.randn(2, 1, 2, 5, 8)
+    want = torch.nn.functional.scaled_dot_product_attention(q, *kv, mask, enable_gqa=True)
+    got, _ = adapter.attention_forward(torch.nn.Module(), q, *kv, mask)
+    torch.testing.assert_close(got, want.transpose(1, 2))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_generate_of_transformers_runs_on_it(name, kind):
+@pytest.mark.parametrize("mask", [MASK, torch.ones_like(MASK)], ids=["padded", "whole"])
+def test_generate_of_transformers_runs_on_it(name, kind, mask):
     model = tiny_model(name)
     arguments = {
-        "attention_mask": MASK,
+        "attention_mask": mask,
         "max_new_tokens": 12,
         "do_sample": False,
         "eos_token_id": None,

@@ -179,6 +179,9 @@ def attention_forward(
         # The operator wants as many slots as rows behind the prefix; where there are fewer keys
         # than rows, no row sees those past the keys.
         prefix = min(_common_prefix(seen), max(s - n, 0))
+        # Nor may a row see the prefix alone: without a bit of its own it would count as padding.
+        if prefix and not bool(seen[..., prefix:].any(-1).all()):
+            prefix -= 1
         tree_mask = pack_tree_mask(seen[..., prefix:])
         options["tree_len"] = max(s - prefix, n)
         tree_mask = torch.nn.functional.pad(
