@@ -122,12 +122,15 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Raises ValueError naming the line that is not such an object.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    # At line feeds only: JSON strings may hold what else ends a line in Unicode.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            found.append(Prompt(str(row["prompt"]), str(row.get("category", "all"))))
+            if not isinstance(row["prompt"], str):
+                raise TypeError("token ids are no text")
+            found.append(Prompt(row["prompt"], str(row.get("category", "all"))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f'prompts: {path}, line {number}: expected {{"prompt": text, "category"?: text}}, '

@@ -106,9 +106,12 @@ def test_prompts_come_from_lines(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a", "category": "c"}\n\n{"prompt": "b"}\n')
     assert read_prompts(path) == [Prompt("a", "c"), Prompt("b", "all")]
-    path.write_text('{"prompt": "a"}\n["b"]\n')
-    with pytest.raises(ValueError, match="line 2: expected"):
-        read_prompts(path)
+    path.write_bytes('{"prompt": "a\u2028\x85b"}\r\n'.encode())
+    assert read_prompts(path) == [Prompt("a\u2028\x85b", "all")]
+    for bad in ('["b"]', '{"prompt": [7, 8]}', '{"prompt": null}'):
+        path.write_text(f'{{"prompt": "a"}}\n{bad}\n')
+        with pytest.raises(ValueError, match="line 2: expected"):
+            read_prompts(path)
     path.write_text("")
     with pytest.raises(ValueError, match="expected at least one"):
         read_prompts(path)

@@ -97,6 +97,21 @@ def test_a_file_with_text_needs_resume(write):
 
 
 @pytest.mark.parametrize(
+    "text", ["notes without a line feed", '{"prompt": [1], "response": [2]}', '{"prompt": [1, 2']
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_is_not_cut_but_where_an_interruption_did(write, tmp_path, text, resume):
+    path = tmp_path / "text.jsonl"
+    path.write_text(text)
+    if resume and text.endswith("2"):
+        assert len(rows(write(resume=True, conversations=1)[0])) == 1
+        return
+    with pytest.raises((ValueError, FileExistsError), match="output: "):
+        write(resume=resume)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [('{"prompt": "a"}\n[1]\n', "line 2: expected"), ("\n", "expected at least one")],
 )

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from eagle2_kernels.evaluation import read_prompts
+
 if TYPE_CHECKING:
     from eagle2_kernels.decode import EagleDecoder
 
@@ -61,7 +63,9 @@ class _Writer:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(f"target: expected a tokenizer with a chat template, {config.target}")
         self.decoder = _plain_decoder(target, tokenizer)
-        self.prompts = None if config.prompts is None else _read_prompts(config.prompts)
+        self.prompts = None
+        if config.prompts is not None:
+            self.prompts = [p.text for p in read_prompts(config.prompts)]
         # Where a user's message begins: the template's text before a message's first letter.
         mark = "eagle2-user-message"
         before, found, _ = self._template(mark).partition(mark)
@@ -127,12 +131,7 @@ def write_text(
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
     path = Path(config.output)
-    start = _next_index(path)
-    if start and not config.resume:
-        raise FileExistsError(
-            f"output: {path} holds {start} conversations; continue it (resume=True, --resume) or "
-            "name another file"
-        )
+    start = _next_index(path, config.resume)
     if config.threads:
         torch.set_num_threads(config.threads)
     writer = _Writer(config, *_load(config.target))
@@ -152,39 +151,35 @@ def write_text(
     return written, tokens
 
 
-def _next_index(path: Path) -> int:
-    """One past the last conversation of a file; a line that an interruption cut is removed."""
-    if not path.is_file():
+def _next_index(path: Path, resume: bool) -> int:
+    """One past the last conversation of a file; with `resume` a line that was cut is removed."""
+    whole = path.read_bytes() if path.is_file() else b""
+    if not whole:
         return 0
-    whole = path.read_bytes()
-    kept = whole[: whole.rfind(b"\n") + 1]
-    if len(kept) < len(whole):
-        os.truncate(path, len(kept))
-    lines = kept.splitlines()
-    if not lines:
-        return 0
+    end = whole.rfind(b"\n") + 1
+    lines, cut = whole[:end].splitlines(), whole[end:]
+    ours = cut.startswith(_OPENING[: len(cut)]) and (b"}" not in cut or b'"index"' in cut)
     try:
-        return int(json.loads(lines[-1])["index"]) + 1
-    except (ValueError, KeyError, TypeError) as error:
+        start = int(json.loads(lines[-1])["index"]) + 1 if lines else 0
+    except (ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
         raise ValueError(
-            f"output: expected lines that `eagle2 data` wrote, {path} ends with {lines[-1][:80]!r}"
-        ) from error
+            f"output: expected lines that `eagle2 data` wrote, {path} ends with "
+            f"{(cut or lines[-1])[:80]!r}"
+        )
+    if not resume:
+        raise FileExistsError(
+            f"output: {path} holds {start} conversations; continue it (resume=True, --resume) or "
+            "name another file"
+        )
+    if cut:
+        os.truncate(path, end)
+    return start
 
 
-def _read_prompts(name: str) -> list[str]:
-    found = []
-    for number, line in enumerate(Path(name).read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'prompts: {name}, line {number}: expected {{"prompt": text}}, got {line[:80]!r}'
-            ) from error
-    if not found:
-        raise ValueError(f"prompts: expected at least one in {name}, got none")
-    return found
+_OPENING = b'{"prompt": ['
+"""How every line begins."""
 
 
 def _load(name: str) -> tuple[nn.Module, Any]:
