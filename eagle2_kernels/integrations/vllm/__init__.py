@@ -14,6 +14,11 @@ windows, softcaps and sinks. Long prompts too: on a CPU without AMX vLLM's kerne
 (512 and 1024 rows of 9 / 3 heads of 64: 13.6 and 55 ms, ours 12.2 and 40). What does not go through
 it: encoders, ALiBi and float8 caches, which on a CPU stay with vLLM's kernel and elsewhere are
 refused.
+
+Draft trees, which vLLM itself does not have, come with a worker: see
+`eagle2_kernels.integrations.vllm.trees`. That is for its CPU worker and V1 model runner; the V2
+runner, which vLLM takes on GPUs, refuses the method ``custom_class`` that gives a tree its place in
+the scheduler, and none of this has run on a GPU.
 """
 
 from __future__ import annotations

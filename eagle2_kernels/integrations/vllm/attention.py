@@ -45,6 +45,8 @@ class TreeAttentionMetadata:
         pages: int32 [tokens, 1], the page that each row's K and V go to, negative for none.
         places: int32 [tokens], the row of that page.
         causal: False where each row sees all of its request.
+        tree_mask: int64 [tokens, ceil(max_q / 64)] where requests are trees; None: causal chains.
+        depths: int32 [tokens], beside ``tree_mask``.
         stock: what vLLM's own kernel wants, where a layer of the group needs it.
     """
 
@@ -56,6 +58,8 @@ class TreeAttentionMetadata:
     pages: Tensor
     places: Tensor
     causal: bool = True
+    tree_mask: Tensor | None = None
+    depths: Tensor | None = None
     stock: Any = None
 
 
@@ -84,7 +88,7 @@ def make_metadata(common: Any, page_size: int, stock: Any = None) -> TreeAttenti
     )
 
 
-def _halves(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+def halves(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """K and V [pages, page_size, Hkv, D] of vLLM's view [pages, Hkv, page_size, D + Dv]."""
     pages = kv_cache.transpose(1, 2)
     return pages[..., :head_size], pages[..., head_size:]
@@ -101,7 +105,7 @@ def _forward(
 ) -> Tensor:
     """Store the batch's K and V [tokens, Hkv, D], then its rows of ``output`` [tokens, Hq, Dv]."""
     n = metadata.num_actual_tokens
-    k_cache, v_cache = _halves(kv_cache, query.shape[-1])
+    k_cache, v_cache = halves(kv_cache, query.shape[-1])
     if impl.kv_sharing_target_layer_name is None:
         write_kv(
             k_cache, v_cache, key[:n, None], value[:n, None], metadata.places, None, metadata.pages
@@ -117,7 +121,9 @@ def _forward(
         k_cache,
         v_cache,
         prefix,
+        metadata.tree_mask,
         tree_len=tree_len,
+        depths=metadata.depths,
         qo_indptr=metadata.qo_indptr,
         max_q=metadata.max_q,
         page_table=metadata.page_table,
