@@ -20,7 +20,7 @@ To vLLM's scheduler a tree is a list of draft tokens, in slot order, of which a 
 What knows better is the model runner: slot j of a tree has position prefix + depth, its mask row
 instead of a causal one, and after the walk the accepted slots' K and V move behind the prefix.
 
-Trees are walked for greedy requests. Another request (sampled, penalised, with log-probabilities or
+Trees are grown for greedy requests. Another request (sampled, penalised, with log-probabilities or
 a grammar) takes the one token that vLLM's own sampler draws at its root, exactly as without drafts.
 
 On a CPU, with vLLM 0.32's V1 model runner, which it chooses for this method by itself.
@@ -191,22 +191,27 @@ class TreeModelRunner(CPUModelRunner):
         return output
 
     def _walked(self, agrees: Tensor) -> Tensor:
-        """Which requests are greedy and nothing else, so that an argmax is their token."""
-        meta = self.input_batch.sampling_metadata
-        plain = (
-            meta.max_num_logprobs is None
-            and meta.no_penalties
-            and not meta.bad_words_token_ids
-            and meta.allowed_token_ids_mask is None
-            and not self.input_batch.has_allowed_token_ids
+        """Which requests have trees to walk: greedy ones, unless logprobs are asked for."""
+        if self.input_batch.sampling_metadata.max_num_logprobs is not None:
+            return torch.zeros_like(agrees)
+        return agrees & torch.tensor([self._is_greedy(r) for r in self.input_batch.req_ids])
+
+    def _is_greedy(self, request: str) -> bool:
+        """Whether the request's token is the argmax of its logits and nothing else."""
+        p = self.requests[request].sampling_params
+        return (
+            p is not None
+            and p.temperature < 1e-5
+            and (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) == (1.0, 0.0, 0.0)
+            and p.logprobs is None
+            and not p.min_tokens
+            and not p.bad_words
+            and not p.logit_bias
+            and p.allowed_token_ids is None
+            and p.structured_outputs is None
+            and getattr(p, "thinking_token_budget", None) is None
+            and not self.model_config.logits_processors
         )
-        if not plain:
-            return torch.zeros_like(agrees)
-        if meta.all_greedy:
-            return agrees
-        if meta.temperature is None:
-            return torch.zeros_like(agrees)
-        return agrees & (meta.temperature[: agrees.shape[0]] < 1e-5)
 
     def _compact(self, batch: _Batch, accept_index: Tensor, accept_length: Tensor) -> None:
         """The accepted slots' K and V to the end of each prefix, in every layer."""
@@ -265,7 +270,7 @@ class TreeModelRunner(CPUModelRunner):
             fed[row, : len(following)] = torch.tensor(following)
             feats[row, : len(following)] = features
             prefix[row], lengths[row] = before, len(following)
-            if sampled_token_ids[i]:
+            if sampled_token_ids[i] and self._is_greedy(ids[i]):
                 room = self.max_model_len - before - len(following) - 1
                 limits[row] = torch.tensor([self.num_spec_tokens + 1, max(room, 0)])
         cache = self._draft_cache.narrow(b)
