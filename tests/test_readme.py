@@ -63,7 +63,7 @@ def test_op_list_is_the_table():
 
 def test_list_of_adapters_is_what_their_tests_are():
     (listed,) = re.findall(r"<!-- adapters -->\n(.*?)<!-- /adapters -->", README, re.DOTALL)
-    assert listed == adapters.describe()
+    assert listed == adapters.describe(), "paste what `python tests/adapters.py` prints"
     for adapter in adapters.ADAPTERS:
         assert any(not engine for engine in adapters.tests_of(adapter).values()), adapter.name
 
