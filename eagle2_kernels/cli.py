@@ -276,9 +276,8 @@ def _train(**options: Any) -> None:
         f"best validation: accept length {best['accept_length']:.3f}, top 1 {best['top1']:.3f}, "
         f"top 4 {best['top4']:.3f} at step {best['step']}"
     )
-    done = validation[-1]["step"] >= config.steps or config.patience
     console.print(
-        f"head saved to {directory}" if done else f"stopped early; resume {config.work_dir}"
+        f"head saved to {directory}" if directory else f"stopped early; resume {config.work_dir}"
     )
 
 

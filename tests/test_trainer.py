@@ -1,10 +1,12 @@
 """Training: data, features, losses, the tree estimate, and exact resume."""
 
+import dataclasses
 import gzip
 import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -195,6 +197,20 @@ def test_features_survive_a_restart(target, conversations, tmp_path):
     assert torch.equal(again.batch([1])[1], before)
 
 
+def test_features_of_other_text_or_another_target_are_not_taken(target, conversations, tmp_path):
+    shape = {len(c): c for c in conversations}
+    fewer = list(shape.values())
+    # The same lengths, then the same number of conversations.
+    turned = [Conversation(c.prompt[::-1], c.response[::-1]) for c in fewer]
+    longer = [Conversation([*c.prompt, 7], c.response) for c in fewer]
+    other = make_target(2)
+    torch.nn.init.normal_(other.model.layers[1].mlp.up_proj.weight)
+    for text, model in ((fewer, target), (turned, target), (longer, target), (longer, other)):
+        got = FeatureCache(text, model, tmp_path).batch([0])[1]
+        want = target_features(model, torch.tensor([text[0].tokens])).bfloat16()
+        assert torch.equal(got, want)
+
+
 def test_loss_rows_predict_response_tokens_only():
     # Row i predicts token i + 2 from token i + 1; rooted in the response, target inside it.
     b, r = loss_rows([Conversation([1, 1, 1], [2, 3, 4]), Conversation([1], [2])])
@@ -370,6 +386,55 @@ def test_resumed_run_equals_an_uninterrupted_one(both_kinds, tmp_path, kind, noi
         assert torch.equal(p, theirs[name]), name
 
 
+def test_a_run_cut_before_its_first_step_loses_no_patience(target, conversations, tmp_path):
+    run = {"patience": 1, "eval_every": 2, "steps": 4}
+    whole = Trainer(settings(tmp_path / "a", **run), target, conversations)
+    whole.run()
+    Trainer(settings(tmp_path / "b", **run, stop_after=0), target, conversations).run()
+    resumed = Trainer(settings(tmp_path / "b", **run, resume=True), target, conversations)
+    resumed.run()
+    assert whole.step > 0
+    assert (resumed.step, resumed.best, resumed.stale) == (whole.step, whole.best, whole.stale)
+
+
+def test_an_older_run_is_judged_when_it_is_resumed(target, conversations, tmp_path):
+    """Its checkpoint has no `best`, `stale` and `average`, its directory no best head."""
+    target.save_pretrained(tmp_path / "target")
+    config = settings(
+        tmp_path / "work",
+        data=str(write(tmp_path / "text.jsonl", conversations)),
+        target=str(tmp_path / "target"),
+        output=str(tmp_path / "head"),
+        steps=3,
+        stop_after=2,
+    )
+    assert train(config) is None and not (tmp_path / "head").exists()
+    config = dataclasses.replace(config, steps=2, ema=0.9, weight_decay=0.25, resume=True)
+    checkpoint = tmp_path / "work" / "checkpoint.pt"
+    state = torch.load(checkpoint, weights_only=True)
+    older = {k: v for k, v in state.items() if k not in ("best", "stale", "average")}
+    torch.save(older, checkpoint)
+    shutil.rmtree(tmp_path / "work" / "best")
+    with (tmp_path / "work" / "log.jsonl").open("a") as log:
+        log.write('{"step": 2, "even')
+    assert train(config) == tmp_path / "head"
+    head = EagleHead.from_pretrained(tmp_path / "head", target=target)
+    assert torch.equal(head.fc.weight.bfloat16(), state["head"]["fc.weight"].bfloat16())
+    resumed = Trainer(config, target, conversations)
+    assert [g["weight_decay"] for g in resumed.optimizer.param_groups] == [0.25, 0.0]
+
+
+def test_texts_too_short_to_validate_ship_the_newest_head(target, conversations, tmp_path):
+    short = [Conversation([5, 6, 7 + i], [8], greedy=True) for i in range(3)]
+    rest = [Conversation(c.prompt, c.response) for c in conversations]
+    trainer = Trainer(settings(tmp_path, patience=1), target, short + rest)
+    assert all(len(c.response) == 1 for c in trainer.validation)
+    trainer.run()
+    assert trainer.step == 12
+    best = EagleHead.from_pretrained(tmp_path / "best", target=target)
+    assert torch.equal(best.fc.weight.bfloat16(), trainer.head.fc.weight.bfloat16())
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_rate_warms_up_stays_and_decays(target, conversations, tmp_path, schedule):
     config = settings(tmp_path, steps=100, warmup_steps=10, decay_fraction=0.5, schedule=schedule)
@@ -465,6 +530,8 @@ def test_early_stop_keeps_the_best_head(target, conversations, tmp_path, monkeyp
         ({"schedule": "step"}, "schedule: expected linear or cosine, got 'step'"),
         ({"ema": 1.0}, "ema: expected a decay"),
         ({"accumulate": 0}, "accumulate: expected at least 1, got 0"),
+        ({"held_out": 0}, "held_out: expected at least 1, got 0"),
+        ({"patience": -1}, "patience: expected 0 or more, got -1"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ once and later epochs skip the target.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 from collections import Counter
@@ -166,7 +167,8 @@ class FeatureCache:
     """Features of every conversation, computed once, kept in bfloat16 in a file of `directory`.
 
     The file is a memory map (1.15 KB a token at H = 576, four times that with three taps), so an
-    interrupted run keeps what it has computed. `batch(indices)` -> tokens [B, T], features
+    interrupted run keeps what it has computed; features of other text or another target are
+    computed anew. `batch(indices)` -> tokens [B, T], features
     [B, T, W] as `target_features` has them (zero in padding).
     """
 
@@ -187,8 +189,24 @@ class FeatureCache:
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         # bfloat16 travels as int16: numpy has no such type.
-        self.store = _memmap(path / f"{name}.bin", (int(self.offsets[-1]), self.width), np.int16)
+        shape, file = (int(self.offsets[-1]), self.width), path / f"{name}.bin"
+        key, owner = path / f"{name}.key", self._owner()
+        kept = file.is_file() and file.stat().st_size == 2 * shape[0] * shape[1]
+        if not kept or (key.is_file() and key.read_text() != owner):
+            (path / f"{name}.done").unlink(missing_ok=True)
+        key.write_text(owner)
+        self.store = _memmap(file, shape, np.int16)
         self.done = _memmap(path / f"{name}.done", (len(conversations),), np.uint8)
+
+    def _owner(self) -> str:
+        """A digest of what the features are of: the text and the target."""
+        digest = hashlib.sha256(self.offsets.tobytes())
+        for c in self.conversations:
+            digest.update(np.array(c.tokens, dtype=np.int64).tobytes())
+        weights = [self.target.get_input_embeddings().weight, *self.target.parameters()]
+        first = torch.cat([w.detach().flatten()[:64].float().cpu() for w in weights])
+        digest.update(first.numpy().tobytes() + str(self.taps).encode())
+        return digest.hexdigest()
 
     def fill(self, indices: Sequence[int]) -> int:
         """Compute what is missing of these conversations; return how many tokens that were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,11 @@ __all__ = ["plot_log", "read_log"]
 
 def read_log(path: Path) -> tuple[list[dict], list[dict]]:
     """(training rows, validation rows) of a log.jsonl, in order; a resumed run's steps once."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = []
+    for line in path.read_text().splitlines():
+        # An interruption may have cut a line.
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
     found = []
     for event in ("train", "validation"):
         # A run that was interrupted repeats the steps since its last checkpoint.

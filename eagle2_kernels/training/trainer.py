@@ -369,8 +369,9 @@ class Trainer:
         `progress(step, steps, text)` is called after each step.
         """
         c = self.config
-        if self.step == 0:
-            if c.ridge_tokens and c.kind == "eagle2":
+        if self.best < 0:
+            # A new run, or one resumed from before the best head was kept.
+            if self.step == 0 and c.ridge_tokens and c.kind == "eagle2":
                 self.start()
                 self._start_average()
             self._judge(self.validate())
@@ -447,8 +448,11 @@ class Trainer:
                 self.average[name].lerp_(p, 1 - keep)
 
     def _judge(self, figures: dict[str, float]) -> None:
-        """Keep the head in best/ when its accept length is the longest so far."""
-        if figures["accept_length"] > self.best:
+        """Keep the head in best/ when its accept length is the longest so far.
+
+        Texts too short to draft for measure nothing (0): then the newest head is kept.
+        """
+        if figures["accept_length"] > self.best or not figures["accept_length"]:
             self.best, self.stale = figures["accept_length"], 0
             if self.rank == 0:
                 self._shipped().save(self.work / "best")
@@ -562,6 +566,10 @@ class Trainer:
             raise ValueError(f"resume: expected the run's own settings, changed: {changed}")
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, decay in zip(
+            self.optimizer.param_groups, (self.config.weight_decay, 0.0), strict=True
+        ):
+            group["weight_decay"] = decay
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.seconds = state["seconds"]
         self.best, self.stale = state.get("best", -1.0), state.get("stale", 0)
@@ -583,18 +591,22 @@ def _check(c: TrainConfig) -> None:
     for name, allowed in (("kind", tuple(_KINDS)), ("schedule", ("linear", "cosine"))):
         if getattr(c, name) not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {getattr(c, name)!r}")
-    for name in ("steps", "batch_size", "accumulate", "eval_every", "unroll"):
+    for name in ("steps", "batch_size", "accumulate", "eval_every", "unroll", "held_out"):
         if getattr(c, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(c, name)}")
+    for name in ("patience", "max_tokens", "draft_vocab_size", "ridge_tokens"):
+        if getattr(c, name) < 0:
+            raise ValueError(f"{name}: expected 0 or more, got {getattr(c, name)}")
     if not 0 <= c.ema < 1:
         raise ValueError(f"ema: expected a decay in [0, 1), got {c.ema}")
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig) -> Path | None:
     """Run a training from files to a saved head, with a progress bar; return the head's directory.
 
-    When the run has `finished`, the head that validated best is in that directory; a plot of loss
-    and accept length, where matplotlib is installed, in ``work_dir``/curve.png. Started by
+    When the run has `finished`, the head that validated best is in that directory; None when
+    `stop_after` came first, and nothing was saved there. A plot of loss and accept length, where
+    matplotlib is installed, is in ``work_dir``/curve.png. Started by
     ``accelerate launch``, the processes share the steps' batches.
 
     Raises FileNotFoundError for missing data, FileExistsError for a used work directory without
@@ -621,7 +633,7 @@ def train(config: TrainConfig) -> Path:
         if trainer.finished:
             shutil.copytree(trainer.work / "best", config.output, dirs_exist_ok=True)
         plot_log(trainer.work / "log.jsonl", trainer.work / "curve.png")
-    return Path(config.output)
+    return Path(config.output) if trainer.finished else None
 
 
 def _load_target(name: str) -> nn.Module:
