@@ -204,6 +204,18 @@ def test_exponential_of_whole_numbers(dtype):
     assert (out[~normal] <= 4 * torch.finfo(dtype).tiny).all()
 
 
+@dtypes
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["falling", "rising"])
+def test_chunks_whose_logits_lie_far_apart(order, dtype):
+    """One key a chunk, logits 0 and -n: a merge scales down the part with the smaller peak."""
+    q = torch.arange(0, 1000, 50).to(dtype).view(1, -1, 1, 1)
+    k = torch.tensor([0.0, 1.0])[order].to(dtype).view(1, 2, 1, 1)
+    v = torch.tensor([0.0, 1.0])[order].to(dtype).view(1, 2, 1, 1)
+    out = tree_attention(q, k, v, lens(2), tree_len=0, sm_scale=-1.0, kv_chunk=1)
+    want = 1 / (1 + q.double().exp())
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=torch.finfo(dtype).eps)
+
+
 # which keys are seen: with q = 0 all weights are equal and V = one-hot rows name the keys
 
 
