@@ -472,7 +472,8 @@ CHOOSING_MUTANTS = [
         EXPAND,
         "(best < 0 || scores[at] > best_score)",
         "(best < 0 || scores[at] >= best_score)",
-        "ties_take_the_lowest_index",
+        "",
+        tests="test_expand.py::test_equal_scores_across_parents_go_to_the_lower_index",
         objects="expand",
     ),
     Mutant(
