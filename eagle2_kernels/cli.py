@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import itertools
 import json
@@ -331,6 +332,7 @@ def evaluate_prompts(
 
     from . import evaluation
 
+    _check_files(("--csv", csv), ("--plot", plot))
     if threads:
         torch.set_num_threads(threads)
     chosen = evaluation.read_prompts(prompts)[::every][:limit]
@@ -354,14 +356,15 @@ def evaluate_prompts(
     shape = dataclasses.asdict(decoder.config)
     dtype_name = str(decoder.target.dtype).removeprefix("torch.")
     common = {"file": Path(prompts).name, "dtype": dtype_name, **shape}
-    if csv is not None:
-        evaluation.append_csv(found, csv, common | {"max_new_tokens": max_new_tokens})
-    if plot is not None:
-        evaluation.plot(found, plot)
+    # First the figures, so that a file that cannot be written does not lose them.
     if as_json:
         _print_json(**common, rows=found.as_dicts())
     else:
         _print_evaluation(found, common)
+    if csv is not None:
+        evaluation.append_csv(found, csv, common | {"max_new_tokens": max_new_tokens})
+    if plot is not None:
+        evaluation.plot(found, plot)
     if any(row.different for row in found.rows):
         typer.echo("eagle2: tree and plain tokens differ where rounding may part them", err=True)
 
@@ -414,6 +417,7 @@ def tune_tree(
 
     from . import evaluation, tune
 
+    _check_files(("--plot", plot))
     if threads:
         torch.set_num_threads(threads)
     asked = None
@@ -493,6 +497,17 @@ def _load(
         decoder.config, **{k: v for k, v in changes.items() if v is not None}
     )
     return decoder
+
+
+def _check_files(*files: tuple[str, str | None]) -> None:
+    """Before anything is measured: each file's directory is there, and what draws is installed."""
+    for option, name in files:
+        if name is None:
+            continue
+        if not Path(name).absolute().parent.is_dir() or Path(name).is_dir():
+            raise typer.BadParameter(f"{option}: expected a file in a directory, got {name}")
+        if option == "--plot" and importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("--plot: expected matplotlib to be installed")
 
 
 def _encode(decoder: EagleDecoder, prompt: str, raw: bool) -> list[int]:

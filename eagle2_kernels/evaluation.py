@@ -158,7 +158,7 @@ def evaluate(
         decoder: target and head.
         prompts: token ids with their category.
         max_new_tokens: cap of each answer.
-        temperatures: 0 is greedy; above it only the temperature is on.
+        temperatures: 0 is greedy; above it only the temperature is on. One named twice counts once.
         hugging_face: also run the model's own ``generate``, plain and with prompt lookup, in the
             same dtype on the same weights.
         assistant: a smaller transformers causal LM with the same tokenizer, for assisted
@@ -174,6 +174,7 @@ def evaluate(
         raise ValueError("prompts: expected at least one, got none")
     if not temperatures:
         raise ValueError("temperatures: expected at least one, got none")
+    temperatures = list(dict.fromkeys(temperatures))
     ways = _ways(decoder, max_new_tokens, hugging_face, assistant)
     floor = decoder.target.row_invariant_rows() or 1
     rows: dict[tuple[float, str, str], EvaluationRow] = {}

@@ -190,8 +190,10 @@ class _StepGraph:
 
     def _advance(self) -> Verified:
         if not self._checked:
+            # Refused once, a step is refused again: only what passed is captured.
+            result = self._recorder.run(self._checked_body)
             self._checked = True
-            return self._recorder.run(self._checked_body)
+            return result
         if self._replay is None:
             try:
                 self._replay, self._result = self._recorder.capture(self._body)

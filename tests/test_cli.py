@@ -64,6 +64,9 @@ def test_there_is_an_option_for_every_field_of_the_config(command, kind):
         (["train"], "--data"),
         (["data"], "--output"),
         (["eval"], "--prompts"),
+        (["eval", "--prompts", "p", "--csv", "/nowhere/x.csv"], "--csv: expected a file in"),
+        (["eval", "--prompts", "p", "--plot", "/"], "--plot: expected a file in a directory"),
+        (["tune", "--plot", "/nowhere/x.png"], "--plot: expected a file in a directory"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )

@@ -67,6 +67,13 @@ def test_order_and_ratio(found):
         assert row["speedup"] == pytest.approx(ratio, abs=1e-3)
 
 
+def test_a_temperature_named_twice_counts_once(decoder):
+    once = evaluate(
+        decoder, PROMPTS[:1], max_new_tokens=3, temperatures=(0, 0.0), hugging_face=False
+    )
+    assert [row.prompts for row in once.rows] == [1] * 4
+
+
 def test_hugging_face_says_the_same_greedily(found):
     # Float64: greedy tokens agree, so their number does.
     count = found.row(PLAIN, 0.0).new_tokens

@@ -329,9 +329,11 @@ def test_models_that_wait_for_the_device_are_refused_with_the_line(sync, where):
     change, reason = SYNCS[sync]
     layers[0].mlp.register_forward_hook(lambda module, args, out: change(out))
     taped = Taped(decoder.target, decoder.head)
-    with pytest.raises(graphs.CaptureError, match=reason) as error:
-        taped.generate([5, 6], max_new_tokens=9, eos_token_ids=())
-    assert "test_graphs.py:" in str(error.value) and "cuda_graph=False" in str(error.value)
+    for _ in range(2):  # whoever tries again is told again
+        with pytest.raises(graphs.CaptureError, match=reason) as error:
+            taped.generate([5, 6], max_new_tokens=9, eos_token_ids=())
+        assert "test_graphs.py:" in str(error.value) and "cuda_graph=False" in str(error.value)
+    assert Tape.captures == 0
     # The models are as they were: the eager loop still runs.
     decoder.generate([5, 6], max_new_tokens=9, eos_token_ids=())
 
