@@ -24,15 +24,30 @@ import torch
 FAMILIES = ("attention", "calls", "expand", "flatten", "logits", "step", "verify")
 
 
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, {error}") from error
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a count of at least 1, got {text}")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--op", metavar="REGEX", help="operators (all)")
-    result.add_argument("--shape", metavar="REGEX", help="shapes (all)")
+    result.add_argument("--op", type=_regex, metavar="REGEX", help="operators (all)")
+    result.add_argument("--shape", type=_regex, metavar="REGEX", help="shapes (all)")
     result.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    result.add_argument("--rounds", type=int, help="timed samples each (50; 3 with --quick)")
-    result.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    result.add_argument("--rounds", type=_count, help="timed samples each (50; 3 with --quick)")
+    threads = torch.get_num_threads()
+    result.add_argument("--threads", type=_count, default=threads, help="of torch")
     result.add_argument("--save", action="store_true", help="append to bench/results/DEVICE.csv")
     result.add_argument("--plot", action="store_true", help="draw what bench/results/ holds")
     result.add_argument("--quick", action="store_true", help="the smallest cases of each operator")

@@ -78,6 +78,17 @@ def test_a_filter_that_matches_nothing_is_said(bench, capsys):
     assert "no case matches" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option",
+    [["--op", "("], ["--shape", "["], ["--rounds", "0"], ["--threads", "-1"]],
+    ids=" ".join,
+)
+def test_wrong_options_are_named(bench, capsys, option):
+    with pytest.raises(SystemExit):
+        bench[0].main(["--quick", *option])
+    assert f"argument {option[0]}: expected" in capsys.readouterr().err
+
+
 def test_charts_of_saved_rows(bench, tmp_path, monkeypatch):
     run, runner = bench
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
