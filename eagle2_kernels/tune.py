@@ -100,7 +100,9 @@ def tune(
         progress: called with a line before each part.
 
     Raises:
-        ValueError: a count below 1, no prompts, or texts too short to draft for.
+        ValueError: a count below 1, shapes that cannot be, no prompts, or texts too short to draft
+            for.
+        TypeError: one text in place of a list.
     """
     for name, values in (
         ("max_nodes", max_nodes),
@@ -111,6 +113,20 @@ def tune(
     ):
         if not values or min(values) < 1:
             raise ValueError(f"{name}: expected values of at least 1, got {list(values)}")
+    head = decoder.head
+    vocab = head.config.vocab_size if head.draft_to_target is None else len(head.draft_to_target)
+    if max(top_k) > vocab:
+        raise ValueError(
+            f"top_k: expected at most the {vocab} tokens the head proposes, got {list(top_k)}"
+        )
+    most = 1 + max(top_k) + (max_depth - 1) * max(top_k) ** 2
+    if not any(1 < n <= most for n in max_nodes):
+        raise ValueError(
+            f"max_nodes: expected a count of 2 to {most}, what top_k and max_depth can fill, got "
+            f"{list(max_nodes)}"
+        )
+    if isinstance(prompts, str):
+        raise TypeError(f"prompts: expected a list of texts or token ids, got {prompts[:80]!r}")
     say = progress or (lambda text: None)
     say("writing texts to draft for")
     asked = _ids(decoder, DEFAULT_PROMPTS if prompts is None else prompts)
@@ -129,8 +145,6 @@ def tune(
                     accept = _accept_length(ranks, n, depth)
                     seconds = verify[n] + _between(draft, k, depth, max_depth)
                     rows.append(TuningRow(n, k, depth, round(accept, 4), seconds))
-    if not rows:
-        raise ValueError(f"max_nodes: expected a count above 1, got {list(max_nodes)}")
     rows.sort(key=lambda row: -row.tokens_per_second)
     return Tuning(rows, plain, verify, draft)
 

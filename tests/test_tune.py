@@ -79,7 +79,10 @@ def test_files(found, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_nodes": (1,)}, "max_nodes: expected a count above 1"),
+        ({"max_nodes": (1,)}, r"max_nodes: expected a count of 2 to 7, .* got \[1\]"),
+        ({"top_k": (1,)}, r"max_nodes: expected a count of 2 to 3, .* got \[4\]"),
+        ({"top_k": (2, 70)}, "top_k: expected at most the 61 tokens"),
+        ({"prompts": "text"}, "prompts: expected a list of texts"),
         ({"top_k": (0, 2)}, "top_k: expected values of at least 1"),
         ({"prompts": []}, "prompts: expected at least one"),
         ({"prompts": ["text"]}, "prompts: expected token ids"),
@@ -90,5 +93,5 @@ def test_files(found, tmp_path):
 )
 def test_bad_arguments_are_named(decoder, options, message):
     small = {"prompts": PROMPTS, "max_nodes": (4,), "top_k": (2,), "max_depth": 2, "rounds": 1}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         run(decoder, **small | options)
