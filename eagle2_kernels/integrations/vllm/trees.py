@@ -24,7 +24,7 @@ Trees are grown for greedy requests. Another request (sampled, penalised, with l
 a grammar) takes the one token that vLLM's own sampler draws at its root, exactly as without drafts.
 
 Measured with SmolLM2-135M and the demo's head in bfloat16 on two cores: 2.2 tokens per forward of
-16 rows, which costs as much more than a forward of one row, so no time was gained yet (27 to 38
+16 rows, which costs as much more than a forward of one row, so no time was gained yet (12 to 38
 tokens/s, plain 26 to 42).
 
 On a CPU, with vLLM 0.32's V1 model runner, which it chooses for this method by itself.
