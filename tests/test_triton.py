@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import FLOAT8_CASES, AttentionCase, attention_inputs, paged, visibility
+from cases import ATTENTION_CASES, FLOAT8_CASES, AttentionCase, attention_inputs, paged, visibility
 from test_logits import processor_case, same
 from test_ops import example
 
@@ -260,6 +260,22 @@ CASES = [
     AttentionCase(33, (2, 1), 16, 60, chain=True, window=20),
     AttentionCase(12, (2, 1), 16, 20, kv_chunk=7),
 ]
+
+
+def small(case):
+    """A row of the case table at a size that the interpreter gets through in a second."""
+    return replace(
+        case,
+        nodes=min(case.nodes, 20),
+        prefix=min(case.prefix, 40),
+        head_dim=min(case.head_dim, 40),
+        v_dim=case.v_dim and min(case.v_dim, 24),
+        window=case.window and min(case.window, 30),
+        kv_chunk=case.kv_chunk or 32,
+    )
+
+
+CASES += dict.fromkeys(map(small, ATTENTION_CASES))
 
 
 @pytest.mark.parametrize(
