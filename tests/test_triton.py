@@ -988,7 +988,9 @@ def test_the_cuda_library_calls_nothing_that_waits_for_the_device():
     wanted = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines()}
     runtime = {name for name in wanted if name.startswith(("cuda", "cu"))}
     assert {n for n in runtime if "Launch" not in n} <= {"cudaGetLastError", "cudaGetErrorString"}
-    assert not [n for n in wanted if "item" in n or "synchronize" in n.lower()]
+    # torch_list_get_item takes a tensor from a list, and stays.
+    reads = ("torch_item", "local_scalar", "synchronize")
+    assert not [n for n in wanted if any(word in n.lower() for word in reads)]
 
 
 # compiled ahead of time, in processes of their own: here kernels are decorated for the interpreter
