@@ -1,6 +1,7 @@
 """Every row of the op table: schema, oracle, fake and compiled kernel agree and obey PyTorch."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import torch
 from growth import i32
 
 import eagle2_kernels
-from eagle2_kernels import _checks, ops
+from eagle2_kernels import _checks, _library, ops
 from eagle2_kernels.ops import NAMESPACE, OPS
 
 NAMES = [op.name for op in OPS]
@@ -237,7 +238,7 @@ def test_integers_are_symbolic(name):
 
 USE_REFERENCE = """
 import torch, eagle2_kernels
-from eagle2_kernels import _checks, ops
+from eagle2_kernels import _checks, _library, ops
 dump = torch._C._dispatch_dump("eagle2_kernels::flatten_tree")
 assert ".cpp:" not in dump.split("CPU:")[1].splitlines()[0], dump
 parents = torch.tensor([[-1, 0, 1]], dtype=torch.int32)
@@ -342,6 +343,20 @@ def test_outputs_too_large_for_any_memory_are_named():
     for max_depth in (2**40, 2**63 - 1, 2**63):
         with pytest.raises(ValueError, match="^max_depth: expected 0 to 2147483646, got"):
             eagle2_kernels.retrieve_indices(parents, counts, max_depth)
+
+
+@pytest.mark.parametrize("name", ops.CUDA_CPP)
+def test_a_cuda_tensor_on_a_cpu_build_says_how_to_rebuild(name):
+    library = _library.status()["_C_cuda"]
+    if library.loaded:
+        pytest.skip("built with CUDA")
+    # A CUDA tensor needs a card: the CUDA entry itself is called, with CPU tensors.
+    args, kwargs = example(name)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(RuntimeError, match=re.escape(library.reason)) as raised:
+        overload(name).redispatch(keys, *args, **kwargs)
+    if torch.version.cuda:
+        assert "rebuild: EAGLE2_CUDA=1 pip install" in str(raised.value)
 
 
 def test_a_device_without_kernels_says_so():
