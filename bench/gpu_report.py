@@ -117,8 +117,6 @@ class Report:
                 row.result += f", {time.monotonic() - began:.1f} s"
         except NotHereError as error:
             row.result = str(error)
-        except NotImplementedError as error:
-            row.result = f"refused: {error}"
         except Exception as error:
             row.result = failed(error)
             traceback.print_exc(file=sys.stderr)

@@ -109,9 +109,6 @@ def run(report: Report, clock: Clock, card: Card | None, timing: Timing, quick: 
         except NotHereError as error:
             row.result = str(error)
             report.add(row)
-        except NotImplementedError as error:
-            row.result = f"refused: {error}"
-            report.add(row)
         except Exception as error:
             row.result = failed(error)
             report.add(row)

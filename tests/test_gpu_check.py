@@ -170,13 +170,15 @@ def test_a_new_process_gets_the_old_ones_arguments(gpu_check, report, monkeypatc
     assert gpu_check.parse(command[2:]).resume == "7,2" and 590 < float(command[-1]) <= 600
 
 
-def test_what_a_kernel_refuses_is_no_failure(report):
-    def refuses():
-        raise NotImplementedError("no CUDA kernel yet")
+def test_an_operator_without_a_kernel_is_a_failure(report):
+    """PyTorch raises NotImplementedError where a backend has no kernel: it must not pass here."""
+
+    def missing():
+        raise NotImplementedError("Could not run 'x' with arguments from the 'CUDA' backend")
 
     Row = importlib.import_module("gpu_report").Row
-    assert report.run(Row("ops", "x", ""), refuses)
-    assert report.rows[0].result == "refused: no CUDA kernel yet" and report.failures == 0
+    assert not report.run(Row("ops", "x", ""), missing)
+    assert "Could not run 'x'" in report.rows[0].result and report.failures == 1
 
 
 # What the checks see
