@@ -16,7 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import ATTENTION_CASES, FLOAT8_CASES, AttentionCase, attention_inputs, paged, visibility
+from cases import (
+    ATTENTION_CASES,
+    EXPAND_CASES,
+    FLOAT8_CASES,
+    VERIFY_CASES,
+    AttentionCase,
+    attention_inputs,
+    expand_inputs,
+    paged,
+    verify_inputs,
+    visibility,
+)
 from test_logits import processor_case, same
 from test_ops import example
 
@@ -182,6 +193,12 @@ def test_expand_equals_the_oracle(dtype, b, p, v, k):
     beam_scores = -torch.rand(b, p, generator=g) * (p > 1)
     ids = torch.randperm(2 * v, generator=g)[:v] if k != 4 else None
     assert_expands_as_the_oracle(logits, beam_scores, k, ids)
+
+
+@pytest.mark.parametrize("case", EXPAND_CASES, ids=lambda case: case.name)
+def test_expand_equals_the_oracle_over_the_case_table(case):
+    case = replace(case, vocab=min(case.vocab, 9000))
+    assert_expands_as_the_oracle(*expand_inputs(case, torch.float32), case.top_k)
 
 
 def test_expand_takes_hostile_logits_and_dead_parents_as_the_oracle_does():
@@ -991,6 +1008,17 @@ def test_the_cuda_library_calls_nothing_that_waits_for_the_device():
     # torch_list_get_item takes a tensor from a list, and stays.
     reads = ("torch_item", "local_scalar", "synchronize")
     assert not [n for n in wanted if any(word in n.lower() for word in reads)]
+
+
+@pytest.mark.parametrize("case", VERIFY_CASES, ids=lambda case: case.name)
+def test_verification_equals_the_oracle_over_the_case_table(case):
+    x = verify_inputs(replace(case, vocab=min(case.vocab, 3000)))
+    tree = (x.draft_tokens, x.first_child, x.next_sibling, x.max_depth, x.num_nodes)
+    args = (x.logits, x.position_ids, x.seeds, *tree)
+    got = filled("sample_and_verify", *args, **x.filters)
+    wanted = reference.sample_and_verify(*args, **x.filters)
+    for (name, value), want in zip(got.items(), wanted, strict=True):
+        assert torch.equal(value, want), name
 
 
 # compiled ahead of time, in processes of their own: here kernels are decorated for the interpreter
