@@ -26,15 +26,14 @@ from eagle2_kernels.training.data import (
     target_features,
 )
 from eagle2_kernels.training.evaluate import TreeShape, accept_length, accepted_at, walk
+from eagle2_kernels.training.losses import LOSSES, own_head_loss, row_loss, shared_head_loss
 from eagle2_kernels.training.plot import plot_log, read_log
-from eagle2_kernels.training.trainer import (
-    loss_rows,
-    own_cross_entropy,
-    ridge_start,
-    soft_cross_entropy,
-)
+from eagle2_kernels.training.trainer import loss_rows, ridge_start
 
 transformers = pytest.importorskip("transformers")
+
+DEEP = ("eagle3", "eagle3.1")
+KINDS = ("eagle2", *DEEP)
 
 
 def make_target(layers, **settings):
@@ -77,11 +76,11 @@ def conversations(target):
 
 
 @pytest.fixture(scope="module")
-def both_kinds(target, conversations):
+def by_kind(target, conversations):
     """kind -> a target it can be trained for, and that target's text."""
     # Sharp enough for a loss that is not the entropy of its logits from the start.
     deep = make_target(7, initializer_range=0.15)
-    return {"eagle2": (target, conversations), "eagle3": (deep, text_of(deep))}
+    return {"eagle2": (target, conversations)} | dict.fromkeys(DEEP, (deep, text_of(deep)))
 
 
 def settings(work, **changes):
@@ -171,8 +170,8 @@ def test_features_are_the_targets_last_normed_states(target, conversations, tmp_
             torch.testing.assert_close(target.lm_head(out), logits)
 
 
-def test_features_hold_the_tapped_layers(both_kinds, tmp_path):
-    target, text = both_kinds["eagle3"]
+def test_features_hold_the_tapped_layers(by_kind, tmp_path):
+    target, text = by_kind["eagle3"]
     seen = {}
     hooks = [
         layer.register_forward_hook(lambda m, i, out, n=n: seen.update({n: out}))
@@ -197,6 +196,23 @@ def test_features_survive_a_restart(target, conversations, tmp_path):
     assert torch.equal(again.batch([1])[1], before)
 
 
+def test_features_of_text_that_grew_are_kept(target, conversations, tmp_path):
+    first = FeatureCache(conversations[:5], target, tmp_path)
+    first.fill([0, 4])
+    before = first.batch([4])[1]
+    first.flush()
+    grown = FeatureCache(conversations, target, tmp_path)
+    assert grown.done.tolist() == [1, 0, 0, 0, 1] + [0] * (len(conversations) - 5)
+    assert torch.equal(grown.batch([4])[1], before)
+    want = target_features(target, torch.tensor([conversations[9].tokens])).bfloat16()
+    assert torch.equal(grown.batch([9])[1], want)
+    grown.flush()
+    # Another first conversation, or fewer of them: not the text the file is of.
+    other = [Conversation([*conversations[0].prompt, 7], [9]), *conversations[1:]]
+    for text in (other, conversations[:5]):
+        assert not FeatureCache(text, target, tmp_path).done.any()
+
+
 def test_features_of_other_text_or_another_target_are_not_taken(target, conversations, tmp_path):
     shape = {len(c): c for c in conversations}
     fewer = list(shape.values())
@@ -217,38 +233,64 @@ def test_loss_rows_predict_response_tokens_only():
     assert b.tolist() == [0, 0] and r.tolist() == [2, 3]
 
 
+def losses_of(p, logits, loss):
+    """`loss` of every row as its definition has it; autograd knows its gradient."""
+    logq = torch.log_softmax(logits, -1)
+    entropy, accept = -(p * logq).sum(-1), torch.minimum(p, logq.exp()).sum(-1)
+    if loss == "kl":
+        return entropy
+    if loss == "lk_alpha":
+        return -accept.log()
+    w = (-3 * accept).exp().detach()
+    return w * entropy + (1 - w) * (1 - accept)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_soft_cross_entropy_and_its_gradient(chunk):
+def test_the_shared_heads_loss_and_its_gradient(chunk, loss):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 7, 6, generator=g, requires_grad=True)
     features, weight = torch.randn(7, 6, generator=g), torch.randn(11, 6, generator=g)
-    loss = soft_cross_entropy(hidden, features, weight, chunk)
-    target = torch.softmax(features @ weight.T, -1)
-    expected = -(target * torch.log_softmax(hidden @ weight.T, -1)).sum(-1).mean(-1)
-    torch.testing.assert_close(loss, expected)
+    got = shared_head_loss(hidden, features, weight, loss, chunk)
+    p = torch.softmax(features @ weight.T, -1)
+    want = losses_of(p, hidden @ weight.T, loss).mean(-1)
+    torch.testing.assert_close(got, want)
     scale = torch.tensor([1.0, 0.3])
-    (got,) = torch.autograd.grad((loss * scale).sum(), hidden)
-    (want,) = torch.autograd.grad((expected * scale).sum(), hidden)
+    (got,) = torch.autograd.grad((got * scale).sum(), hidden)
+    (want,) = torch.autograd.grad((want * scale).sum(), hidden)
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_own_cross_entropy_and_its_gradient(both_kinds, chunk):
-    target, _ = both_kinds["eagle3"]
+def test_the_own_heads_loss_and_its_gradient(by_kind, chunk, loss):
+    target, _ = by_kind["eagle3"]
     head = Eagle3Head.from_target(target, [5, 9, 60, 2])
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 7, 32, generator=g, requires_grad=True)
     features, rows = torch.randn(7, 32, generator=g), torch.randn(4, 32, generator=g)
-    loss = own_cross_entropy(head, hidden, features, rows, chunk)
-    target = torch.softmax(features @ rows.T, -1)
+    got = own_head_loss(head, hidden, features, rows, loss, chunk)
+    p = torch.softmax(features @ rows.T, -1)
     n = hidden / (hidden.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt()
     logits = (n * head.norm.weight) @ head.lm_head.weight.T
-    expected = -(target * torch.log_softmax(logits, -1)).sum(-1).mean(-1)
-    torch.testing.assert_close(loss, expected)
-    scale, wanted = torch.tensor([1.0, 0.3]), (hidden, head.norm.weight, head.lm_head.weight)
-    got = torch.autograd.grad((loss * scale).sum(), wanted)
-    want = torch.autograd.grad((expected * scale).sum(), wanted)
+    want = losses_of(p, logits, loss).mean(-1)
     torch.testing.assert_close(got, want)
+    scale, wanted = torch.tensor([1.0, 0.3]), (hidden, head.norm.weight, head.lm_head.weight)
+    got = torch.autograd.grad((got * scale).sum(), wanted)
+    want = torch.autograd.grad((want * scale).sum(), wanted)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_is_finite_where_nothing_is_accepted_and_least_where_all_is(loss):
+    p = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    logits = torch.tensor([[-300.0, 300.0], [0.0, 0.0]])
+    value, gradient = row_loss(p, torch.log_softmax(logits, -1), loss)
+    assert value.isfinite().all() and gradient.isfinite().all()
+    assert torch.equal(gradient[1], torch.zeros(2))
+    entropy = math.log(2)
+    least = {"kl": entropy, "lk_alpha": 0.0, "lk_lambda": math.exp(-3) * entropy}
+    assert value[1].item() == pytest.approx(least[loss])
 
 
 def test_ridge_start_is_the_least_squares_solution(target, conversations, tmp_path):
@@ -346,9 +388,9 @@ def test_walk_counts_tokens_and_forwards(accepted, tokens, forwards):
     assert walk(torch.tensor(accepted)) == (tokens, forwards)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_training_lowers_the_loss(both_kinds, tmp_path, kind):
-    target, conversations = both_kinds[kind]
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_lowers_the_loss(by_kind, tmp_path, kind):
+    target, conversations = by_kind[kind]
     config = settings(tmp_path, kind=kind, steps=60, ridge_tokens=0, unroll=2, unroll_from=0)
     trainer = Trainer(config, target, conversations, eos_ids=[2])
     everything = list(range(len(trainer.training)))
@@ -367,8 +409,8 @@ def test_training_lowers_the_loss(both_kinds, tmp_path, kind):
     [("eagle2", 0.0), ("eagle2", 0.1), ("eagle3", 0.1)],
     ids=["no-noise", "noise", "eagle3"],
 )
-def test_resumed_run_equals_an_uninterrupted_one(both_kinds, tmp_path, kind, noise):
-    target, conversations = both_kinds[kind]
+def test_resumed_run_equals_an_uninterrupted_one(by_kind, tmp_path, kind, noise):
+    target, conversations = by_kind[kind]
     run = {"kind": kind, "feature_noise": noise}
     whole = Trainer(settings(tmp_path / "a", **run), target, conversations)
     whole.run()
@@ -528,6 +570,7 @@ def test_early_stop_keeps_the_best_head(target, conversations, tmp_path, monkeyp
     ("options", "message"),
     [
         ({"schedule": "step"}, "schedule: expected linear or cosine, got 'step'"),
+        ({"loss": "tv"}, "loss: expected kl or lk_alpha or lk_lambda, got 'tv'"),
         ({"ema": 1.0}, "ema: expected a decay"),
         ({"accumulate": 0}, "accumulate: expected at least 1, got 0"),
         ({"held_out": 0}, "held_out: expected at least 1, got 0"),
@@ -578,12 +621,12 @@ def test_two_processes_train_what_one_does_that_accumulates(target, conversation
 
 
 def test_the_curve_has_each_step_once(tmp_path):
-    rows = [{"step": s, "event": "train", "entropy": [4.0 - s], "tokens_seen": s} for s in (1, 2)]
+    rows = [{"step": s, "event": "train", "loss": [4.0 - s], "tokens_seen": s} for s in (1, 2)]
     rows += [{"step": 2, "event": "validation", "accept_length": 1.5, "tokens_seen": 2}]
-    rows += [{"step": 2, "event": "train", "entropy": [1.9], "tokens_seen": 2}]
+    rows += [{"step": 2, "event": "train", "loss": [1.9], "tokens_seen": 2}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     training, validation = read_log(tmp_path / "log.jsonl")
-    assert [r["entropy"] for r in training] == [[3.0], [1.9]] and len(validation) == 1
+    assert [r["loss"] for r in training] == [[3.0], [1.9]] and len(validation) == 1
     assert plot_log(tmp_path / "log.jsonl", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
@@ -594,13 +637,13 @@ def test_a_used_work_directory_needs_resume(target, conversations, tmp_path):
         Trainer(settings(tmp_path), target, conversations)
     with pytest.raises(ValueError, match=r"batch_size \(4 -> 5\)"):
         Trainer(settings(tmp_path, resume=True, batch_size=5), target, conversations)
-    with pytest.raises(ValueError, match="kind: expected eagle2 or eagle3, got 'eagle'"):
+    with pytest.raises(ValueError, match="kind: expected eagle2 or eagle3 or"):
         Trainer(settings(tmp_path / "other", kind="eagle"), target, conversations)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_train_goes_from_files_to_a_head(both_kinds, tmp_path, kind):
-    target, conversations = both_kinds[kind]
+@pytest.mark.parametrize("kind", KINDS)
+def test_train_goes_from_files_to_a_head(by_kind, tmp_path, kind):
+    target, conversations = by_kind[kind]
     target.save_pretrained(tmp_path / "target")
     config = settings(
         tmp_path / "work",
@@ -613,12 +656,13 @@ def test_train_goes_from_files_to_a_head(both_kinds, tmp_path, kind):
     assert train(config) == tmp_path / "head"
     head = EagleHead.from_pretrained(tmp_path / "head", target=target)
     assert type(head) is (EagleHead if kind == "eagle2" else Eagle3Head)
+    assert head.config.fc_norm == head.config.norm_output == (kind == "eagle3.1")
     assert 2 in head.draft_to_target
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_the_estimate_is_what_decoding_accepts(both_kinds, tmp_path, kind):
-    target, conversations = both_kinds[kind]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_is_what_decoding_accepts(by_kind, tmp_path, kind):
+    target, conversations = by_kind[kind]
     config = settings(tmp_path, kind=kind, steps=30, draft_vocab_size=0)
     head = Trainer(config, target, conversations).run().eval()
     decoder = EagleDecoder(target, head, config=TreeConfig(8, 2, 3))

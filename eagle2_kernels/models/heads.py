@@ -235,11 +235,13 @@ class EagleHead(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        **variant: Any,
     ) -> EagleHead:
         """Build an untrained head of the right shape for a Hugging Face causal LM, bound to it.
 
         `draft_vocab`: target ids the head may propose (any order, distinct), or None for all of
-        them. `dtype` defaults to the target's. Raises TypeError for a bare count, ValueError for
+        them. `dtype` defaults to the target's. `variant`: fields of `EagleConfig` that are to
+        differ from the kind's usual ones. Raises TypeError for a bare count, ValueError for
         repeated or out-of-range ids, and for a target the head cannot read.
         """
         table = None
@@ -251,6 +253,7 @@ class EagleHead(nn.Module):
                 )
             table = torch.as_tensor(draft_vocab).to(torch.int64).reshape(-1).clone()
         shape = cls._shape_for(model.config, None if table is None else table.numel())
+        shape = replace(shape, **variant)
         if table is not None:
             _checks.vocabulary_map("draft_vocab", table, shape.vocab_size)
         weight = model.get_input_embeddings().weight

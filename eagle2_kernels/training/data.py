@@ -167,9 +167,10 @@ class FeatureCache:
     """Features of every conversation, computed once, kept in bfloat16 in a file of `directory`.
 
     The file is a memory map (1.15 KB a token at H = 576, four times that with three taps), so an
-    interrupted run keeps what it has computed; features of other text or another target are
-    computed anew. `batch(indices)` -> tokens [B, T], features
-    [B, T, W] as `target_features` has them (zero in padding).
+    interrupted run keeps what it has computed, and so does one that goes on with more conversations
+    behind the same ones; features of other text or another target are computed anew.
+    `batch(indices)` -> tokens [B, T], features [B, T, W] as `target_features` has them (zero in
+    padding).
     """
 
     def __init__(
@@ -190,18 +191,23 @@ class FeatureCache:
         path.mkdir(parents=True, exist_ok=True)
         # bfloat16 travels as int16: numpy has no such type.
         shape, file = (int(self.offsets[-1]), self.width), path / f"{name}.bin"
-        key, owner = path / f"{name}.key", self._owner()
-        kept = file.is_file() and file.stat().st_size == 2 * shape[0] * shape[1]
-        if not kept or (key.is_file() and key.read_text() != owner):
-            (path / f"{name}.done").unlink(missing_ok=True)
-        key.write_text(owner)
+        done, key = path / f"{name}.done", path / f"{name}.key"
+        # A file written before there were keys is known by its size.
+        kept = done.stat().st_size if done.is_file() and file.is_file() else 0
+        if key.is_file():
+            kept = kept if key.read_text() == self._owner(kept) else 0
+        elif kept != len(conversations) or file.stat().st_size != 2 * shape[0] * shape[1]:
+            kept = 0
+        if not kept:
+            done.unlink(missing_ok=True)
         self.store = _memmap(file, shape, np.int16)
-        self.done = _memmap(path / f"{name}.done", (len(conversations),), np.uint8)
+        self.done = _memmap(done, (len(conversations),), np.uint8)
+        key.write_text(self._owner(len(conversations)))
 
-    def _owner(self) -> str:
-        """A digest of what the features are of: the text and the target."""
-        digest = hashlib.sha256(self.offsets.tobytes())
-        for c in self.conversations:
+    def _owner(self, count: int) -> str:
+        """A digest of what the features of the first ``count`` conversations are of."""
+        digest = hashlib.sha256(self.offsets[: count + 1].tobytes())
+        for c in self.conversations[:count]:
             digest.update(np.array(c.tokens, dtype=np.int64).tobytes())
         weights = [self.target.get_input_embeddings().weight, *self.target.parameters()]
         first = torch.cat([w.detach().flatten()[:64].float().cpu() for w in weights])
@@ -239,7 +245,7 @@ class FeatureCache:
 
 
 def _memmap(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if path.is_file() and path.stat().st_size == size:
-        return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
-    return np.memmap(path, dtype=dtype, mode="w+", shape=shape)
+    """The file as an array, cut or lengthened (with zeros) to that shape."""
+    path.touch()
+    os.truncate(path, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.memmap(path, dtype=dtype, mode="r+", shape=shape)

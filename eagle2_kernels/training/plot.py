@@ -33,10 +33,10 @@ def plot_log(log: Path, image: Path) -> bool:
     training, validation = read_log(log)
     figure = Figure(figsize=(7, 4), layout="constrained")
     loss, accept = figure.subplots(), None
-    for level in range(max((len(row["entropy"]) for row in training), default=0)):
-        rows = [row for row in training if len(row["entropy"]) > level]
+    for level in range(max((len(row["loss"]) for row in training), default=0)):
+        rows = [row for row in training if len(row["loss"]) > level]
         seen = [row["tokens_seen"] / 1e6 for row in rows]
-        loss.plot(seen, [row["entropy"][level] for row in rows], lw=0.8, label=f"level {level + 1}")
+        loss.plot(seen, [row["loss"][level] for row in rows], lw=0.8, label=f"level {level + 1}")
     accept = loss.twinx()
     accept.plot(
         [row["tokens_seen"] / 1e6 for row in validation],
@@ -44,7 +44,7 @@ def plot_log(log: Path, image: Path) -> bool:
         "ko-",
         label="accept length",
     )
-    loss.set(xlabel="million tokens seen", ylabel="cross-entropy")
+    loss.set(xlabel="million tokens seen", ylabel="loss")
     accept.set(ylabel="held-out accept length")
     figure.legend(loc="outside upper center", ncols=4)
     figure.savefig(image, dpi=110)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from eagle2_kernels.models.heads import Eagle3Head, EagleHead
 from eagle2_kernels.training.data import (
@@ -36,10 +35,11 @@ from eagle2_kernels.training.data import (
     split,
 )
 from eagle2_kernels.training.evaluate import TreeShape, accepted_at, walk
+from eagle2_kernels.training.losses import LOSSES, own_head_loss, shared_head_loss
 from eagle2_kernels.training.plot import plot_log
 from eagle2_kernels.training.progress import ProgressBar
 
-__all__ = ["TrainConfig", "Trainer", "ridge_start", "soft_cross_entropy", "train"]
+__all__ = ["TrainConfig", "Trainer", "ridge_start", "train"]
 
 
 @dataclass
@@ -51,7 +51,8 @@ class TrainConfig:
     target: str = "demo"
     """Directory of a Hugging Face causal LM, or "demo" for the embedded SmolLM2."""
     kind: str = "eagle2"
-    """The head's kind, "eagle2" or "eagle3"; the latter needs a target of 7 layers or more."""
+    """The head's kind: "eagle2", "eagle3", or "eagle3.1" (each of the target's states normalised,
+    recursive steps fed after the norm); the latter two need a target of 7 layers or more."""
     output: str = "head"
     """Directory for the head that validated best (config.json, model.safetensors)."""
     work_dir: str = "train-work"
@@ -93,8 +94,11 @@ class TrainConfig:
     """Decoupled weight decay of the matrices."""
     clip_norm: float = 1.0
     """Largest gradient norm."""
+    loss: str = "kl"
+    """Of the draft distribution against the target's: "kl" (soft cross-entropy), or one of the
+    acceptance losses "lk_alpha" and "lk_lambda" (see `training.losses`)."""
     feature_weight: float = 0.5
-    """Weight of the smooth-L1 loss on the feature beside the cross-entropy (EAGLE-2)."""
+    """Weight of the smooth-L1 loss on the feature beside the former (EAGLE-2)."""
     feature_noise: float = 0.0
     """Half-width of uniform noise on input features, in units of their standard deviation."""
     ridge_tokens: int = 60_000
@@ -116,63 +120,6 @@ class TrainConfig:
     share a machine); the schedule still counts `steps`."""
     tree: TreeShape = field(default_factory=TreeShape)
     """Tree of the teacher-forced accept length."""
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Loss and gradient in one pass over chunks of rows: no [rows, Vd] tensor outlives a chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, features: Tensor, weight: Tensor, chunk: int) -> Tensor:
-        levels, rows = hidden.shape[:2]
-        grad = torch.empty_like(hidden)
-        losses = torch.zeros(levels, dtype=torch.float32, device=hidden.device)
-        low = hidden.to(weight.dtype)
-        for start in range(0, rows, chunk):
-            part = slice(start, start + chunk)
-            target = torch.softmax((features[part].to(weight.dtype) @ weight.T).float(), dim=-1)
-            for level in range(levels):
-                logp = torch.log_softmax((low[level, part] @ weight.T).float(), dim=-1)
-                losses[level] -= torch.dot(target.flatten(), logp.flatten())
-                residual = logp.exp_().sub_(target)
-                grad[level, part] = residual.to(weight.dtype) @ weight
-        ctx.save_for_backward(grad)
-        ctx.rows = rows
-        return losses / rows
-
-    @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = ctx.saved_tensors
-        return grad * (grad_losses / ctx.rows)[:, None, None].to(grad.dtype), None, None, None
-
-
-def soft_cross_entropy(hidden: Tensor, features: Tensor, weight: Tensor, chunk: int = 64) -> Tensor:
-    """loss[s] = mean over rows of -sum_v softmax(W f)_v log softmax(W g_s)_v.
-
-    hidden [S, R, H] (what the head predicts, S levels), features [R, H] (what the target has),
-    weight [Vd, H] (lm_head rows, frozen) -> [S] float32; differentiable in `hidden` only.
-    """
-    return _SoftCrossEntropy.apply(hidden, features, weight, chunk)
-
-
-def own_cross_entropy(
-    head: EagleHead, hidden: Tensor, features: Tensor, weight: Tensor, chunk: int = 256
-) -> Tensor:
-    """loss[s] of `soft_cross_entropy` with the head's own logits of g_s in place of W g_s.
-
-    Differentiable in the head's norm and lm_head too. Logits live a chunk of rows at a time and are
-    computed again for the gradient.
-    """
-
-    def part(g: Tensor, f: Tensor) -> Tensor:
-        target = torch.softmax((f.to(weight.dtype) @ weight.T).float(), dim=-1)
-        return -(target * torch.log_softmax(head.logits(g).float(), dim=-1)).sum()
-
-    losses = []
-    for level in hidden:
-        pairs = zip(level.split(chunk), features.split(chunk), strict=True)
-        parts = [checkpoint(part, g, f, use_reentrant=False) for g, f in pairs]
-        losses.append(torch.stack(parts).sum() / len(features))
-    return torch.stack(losses)
 
 
 def loss_rows(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor]:
@@ -274,7 +221,8 @@ class Trainer:
             everything, _ = split(conversations, c.held_out, None, c.seed)
             vocab = draft_vocabulary(everything, c.draft_vocab_size, eos_ids)
         # Master weights in float32; the forward runs in bfloat16 under autocast.
-        self.head = _KINDS[c.kind].from_target(target, vocab, dtype=torch.float32, seed=c.seed)
+        kind, variant = _KINDS[c.kind]
+        self.head = kind.from_target(target, vocab, dtype=torch.float32, seed=c.seed, **variant)
         self.device = target.get_input_embeddings().weight.device
         taps = self.head.taps(target.config.get_text_config().num_hidden_layers)
         # A process keeps the features of the conversations it meets.
@@ -333,7 +281,7 @@ class Trainer:
             self._log(event="ridge", tokens=total, explained=round(explained, 4))
 
     def loss(self, indices: Sequence[int], noise: torch.Generator | None = None) -> Tensor:
-        """Loss of one batch: sum over levels of w^s (cross-entropy + a * smooth-L1) / sum w^s.
+        """Loss of one batch: sum over levels of w^s (`loss` + a * smooth-L1) / sum w^s.
 
         An EAGLE-3 head's output is no feature of the target: it has no smooth-L1 part.
         """
@@ -353,15 +301,15 @@ class Trainer:
             outputs = self.head.forward_train(tokens[:, 1:], given[:, :-1], levels)
             hidden = torch.stack([g[b, r] for g in outputs]).float()
             if isinstance(self.head, Eagle3Head):
-                entropy = own_cross_entropy(self.head, hidden, truth, self.rows)
-                near = torch.zeros_like(entropy)
+                losses = own_head_loss(self.head, hidden, truth, self.rows, c.loss)
+                near = torch.zeros_like(losses)
         if not isinstance(self.head, Eagle3Head):
-            entropy = soft_cross_entropy(hidden, truth, self.rows)
+            losses = shared_head_loss(hidden, truth, self.rows, c.loss)
             near = F.smooth_l1_loss(hidden, truth.float().expand_as(hidden), reduction="none")
             near = near.mean(dim=(1, 2))
         weights = c.unroll_weight ** torch.arange(levels, device=hidden.device)
-        self._parts = (entropy.detach(), near.detach())
-        return (weights * (entropy + c.feature_weight * near)).sum() / weights.sum()
+        self._parts = (losses.detach(), near.detach())
+        return (weights * (losses + c.feature_weight * near)).sum() / weights.sum()
 
     def run(self, progress: Callable[[int, int, str], None] | None = None) -> EagleHead:
         """Train to the end (or `stop_after`), validating and writing checkpoints on the way.
@@ -385,18 +333,18 @@ class Trainer:
                 break
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(self.step)
-            entropy, near, norm = self._descend(groups)
+            losses, near, norm = self._descend(groups)
             self.step += 1
             self._average_weights()
             self.tokens_seen += sum(len(self.training[i]) for group in groups for i in group)
             self.seconds = before + time.monotonic() - began
             if progress is not None:
-                text = " ".join(f"{v:.3f}" for v in entropy.tolist())
+                text = " ".join(f"{v:.3f}" for v in losses.tolist())
                 progress(self.step, c.steps, f"loss {text} | {self.tokens_seen / 1e6:.2f} M tokens")
             if self.step % 20 == 0:
                 self._log(
                     event="train",
-                    entropy=[round(v, 4) for v in entropy.tolist()],
+                    loss=[round(v, 4) for v in losses.tolist()],
                     smooth_l1=[round(v, 4) for v in near.tolist()],
                     grad_norm=round(norm, 3),
                     rate=self.rate(self.step - 1),
@@ -412,7 +360,7 @@ class Trainer:
     def _descend(self, groups: Sequence[list[int]]) -> tuple[Tensor, Tensor, float]:
         """One optimizer step over these batches, this process taking its share.
 
-        Returns cross-entropy and smooth-L1 by level (of the share), and the gradient's norm.
+        Returns loss and smooth-L1 by level (of the share), and the gradient's norm.
         """
         c = self.config
         first = self.rank * c.accumulate
@@ -431,8 +379,8 @@ class Trainer:
                 p.grad = self.accelerator.reduce(p.grad, "mean")
         norm = nn.utils.clip_grad_norm_(self.head.parameters(), c.clip_norm)
         self.optimizer.step()
-        entropy, near = (torch.stack(part).mean(0) for part in zip(*parts, strict=True))
-        return entropy, near, float(norm)
+        losses, near = (torch.stack(part).mean(0) for part in zip(*parts, strict=True))
+        return losses, near, float(norm)
 
     @torch.no_grad()
     def _start_average(self) -> None:
@@ -588,7 +536,8 @@ class Trainer:
 
 
 def _check(c: TrainConfig) -> None:
-    for name, allowed in (("kind", tuple(_KINDS)), ("schedule", ("linear", "cosine"))):
+    choices = {"kind": tuple(_KINDS), "schedule": ("linear", "cosine"), "loss": LOSSES}
+    for name, allowed in choices.items():
         if getattr(c, name) not in allowed:
             raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {getattr(c, name)!r}")
     for name in ("steps", "batch_size", "accumulate", "eval_every", "unroll", "held_out"):
@@ -646,4 +595,8 @@ def _load_target(name: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
 
 
-_KINDS: dict[str, type[EagleHead]] = {"eagle2": EagleHead, "eagle3": Eagle3Head}
+_KINDS: dict[str, tuple[type[EagleHead], dict[str, Any]]] = {
+    "eagle2": (EagleHead, {}),
+    "eagle3": (Eagle3Head, {}),
+    "eagle3.1": (Eagle3Head, {"fc_norm": True, "norm_output": True}),
+}

@@ -1623,6 +1623,27 @@ TRAINING_MUTANTS = [
         tests="test_trainer.py::test_the_moving_average_is_what_ships",
     ),
     Mutant(
+        "eagle2_kernels/training/losses.py",
+        "below - (q * below).sum(-1, keepdim=True)",
+        "below",
+        "",
+        tests="test_trainer.py::test_the_shared_heads_loss_and_its_gradient",
+    ),
+    Mutant(
+        "eagle2_kernels/training/losses.py",
+        "gain.mul_(1 - w[:, None])",
+        "gain",
+        "",
+        tests="test_trainer.py::test_the_own_heads_loss_and_its_gradient",
+    ),
+    Mutant(
+        "eagle2_kernels/training/data.py",
+        "kept if key.read_text() == self._owner(kept) else 0",
+        "kept",
+        "",
+        tests="test_trainer.py::test_features_of_text_that_grew_are_kept",
+    ),
+    Mutant(
         "eagle2_kernels/training/generate.py",
         "seed=self.config.seed + indices[0])",
         "seed=self.config.seed)",
