@@ -27,6 +27,7 @@ CUDA := .venv-cuda
 OLDEST := .venv-torch-2.10
 VLLM := .venv-vllm
 OLD_HF := build/transformers-5.17
+ZIG := build/ziglang
 PIP := -m pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml setup.py MANIFEST.in README.md \
 	$(shell find csrc eagle2_kernels triton_kernels -type f ! -name '*.py[co]' ! -name '*.so' 2>/dev/null)
@@ -34,7 +35,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 
 export PIP_ROOT_USER_ACTION = ignore
 
-.PHONY: setup demo test adapters vllm mutants sanitize lint format bench load train cuda compat gpu-check clean distclean
+.PHONY: setup demo test adapters vllm mutants sanitize lint cross format bench load train cuda compat gpu-check clean distclean
 .DELETE_ON_ERROR:
 
 setup: $(CPU)/.installed
@@ -89,6 +90,21 @@ lint: setup
 	$(CPU)/bin/ruff format --check .
 	$(CPU)/bin/mypy
 	$(CPU)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+
+# The CPU library's sources for aarch64, where the portable kernels are all there is: compiled, not run.
+cross: setup $(ZIG)/.installed
+	rm -rf build/aarch64 && mkdir -p build/aarch64
+	set -e; includes=$$($(CPU)/bin/python -P -c "import torch.utils.cpp_extension as e; print(*('-isystem' + p for p in e.include_paths()))"); \
+	for source in csrc/cpu/*.cpp; do \
+		PYTHONPATH=$(ZIG) $(CPU)/bin/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -O1 -Wall -Wextra -Wno-unknown-pragmas \
+			-DTORCH_TARGET_VERSION=0x020a000000000000 -Icsrc $$includes \
+			-c $$source -o build/aarch64/$$(basename $$source .cpp).o; \
+	done
+
+$(ZIG)/.installed: requirements/ziglang.txt $(CPU)/.base
+	rm -rf $(ZIG)
+	$(CPU)/bin/python $(PIP) install $(QUIET) --no-deps --target $(ZIG) -r $<
+	@touch $@
 
 format: setup
 	$(CPU)/bin/ruff check --fix .

@@ -566,7 +566,7 @@ def train(config: TrainConfig) -> Path | None:
     if config.threads:
         torch.set_num_threads(config.threads)
     conversations = read_conversations(config.data)
-    target = _load_target(config.target)
+    target = open_target(config.target)
     accelerator = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import Accelerator
@@ -585,7 +585,7 @@ def train(config: TrainConfig) -> Path | None:
     return Path(config.output) if trainer.finished else None
 
 
-def _load_target(name: str) -> nn.Module:
+def open_target(name: str) -> nn.Module:
     if name == "demo":
         from eagle2_kernels.demo import load_target
 
