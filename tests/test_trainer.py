@@ -618,6 +618,10 @@ def test_two_processes_train_what_one_does_that_accumulates(target, conversation
     assert log[-1]["tokens_seen"] == other[-1]["tokens_seen"]
     for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3, msg=name)
+    # One process would go on with other batches.
+    alone = settings(work, draft_vocab_size=32, resume=True)
+    with pytest.raises(ValueError, match=r"processes \(2 -> 1\)"):
+        Trainer(alone, target, conversations)
 
 
 def test_the_curve_has_each_step_once(tmp_path):

@@ -496,6 +496,7 @@ class Trainer:
             "best": self.best,
             "stale": self.stale,
             "average": self.average,
+            "processes": self.processes,
             "config": asdict(self.config),
         }
         temporary = self.checkpoint.with_suffix(".tmp")
@@ -505,8 +506,11 @@ class Trainer:
     def _load(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         # What decides the data order may not change in mid-run.
-        fixed = ["seed", "batch_size", "accumulate", "held_out", "draft_vocab_size", "kind"]
-        then, now = {"kind": "eagle2", "accumulate": 1} | state["config"], asdict(self.config)
+        fixed = ["seed", "batch_size", "accumulate", "processes", "held_out", "draft_vocab_size"]
+        fixed.append("kind")
+        then = {"kind": "eagle2", "accumulate": 1, "processes": state.get("processes", 1)}
+        then |= state["config"]
+        now = asdict(self.config) | {"processes": self.processes}
         if (now["max_tokens"] or math.inf) < (then["max_tokens"] or math.inf):
             fixed.append("max_tokens")
         changed = [f"{k} ({then[k]!r} -> {now[k]!r})" for k in fixed if then[k] != now[k]]
