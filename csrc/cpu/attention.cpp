@@ -41,6 +41,9 @@ const AttentionKernels& kernels() {
 // Bytes of partial results that a call may take, and a thread keeps for the next.
 constexpr int64_t kMostPartial = int64_t{64} << 20, kKeptPartial = int64_t{16} << 20;
 
+// Bytes of them that are worth a thread's start.
+constexpr int64_t kLeastMerge = int64_t{16} << 10;
+
 // Rows per KV head up to which a call is bound by memory.
 constexpr int64_t kStreamedRows = 16;
 
@@ -89,7 +92,9 @@ void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
     for (int64_t task = begin; task < end; ++task) kernel.attend(p, task);
   });
   if (p.parts == 1) return;
-  parallel_for(heads * nodes, 8, [&](int64_t begin, int64_t end) {
+  const int64_t bytes = p.group * p.chunks * part_size(p.v_dim, kernel.lanes) * kernel.element_size;
+  const int64_t grain = std::max<int64_t>(1, kLeastMerge / bytes);
+  parallel_for(heads * nodes, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) kernel.merge(p, task);
   });
   if (static_cast<int64_t>(memory.size() * sizeof(double)) > kKeptPartial) {

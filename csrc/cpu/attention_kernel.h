@@ -242,7 +242,7 @@ inline typename Vector<A>::type interleave(typename Vector<A>::type a, typename 
 }
 
 template <typename A, int Half>
-inline void transpose_step(typename Vector<A>::type* x) {
+__attribute__((always_inline)) inline void transpose_step(typename Vector<A>::type* x) {
   using Lanes = std::make_integer_sequence<int, kLanes<A>>;
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes<A>; ++i) {
@@ -254,12 +254,11 @@ inline void transpose_step(typename Vector<A>::type* x) {
   }
 }
 
-template <typename A>
-inline void transpose(typename Vector<A>::type* x) {
-  if constexpr (kLanes<A> > 8) transpose_step<A, 8>(x);
-  if constexpr (kLanes<A> > 4) transpose_step<A, 4>(x);
-  if constexpr (kLanes<A> > 2) transpose_step<A, 2>(x);
-  transpose_step<A, 1>(x);
+// From step `Half` on.
+template <typename A, int Half = kLanes<A> / 2>
+__attribute__((always_inline)) inline void transpose(typename Vector<A>::type* x) {
+  transpose_step<A, Half>(x);
+  if constexpr (Half > 1) transpose<A, Half / 2>(x);
 }
 
 // How elements of a cache enter the arithmetic: a float8 value times the scale of its tensor (one
@@ -335,43 +334,72 @@ inline void prefetch_rows(const C* const* rows, int64_t count, int64_t dim) {
   }
 }
 
+// Words [d, d + lanes) of as many rows, converted; zeros behind the end of a row. Transposed: word
+// i of all rows in block[i].
+template <typename C, typename A>
+__attribute__((always_inline)) inline void load_transposed_block(Reader<C, A> reader,
+                                                                 const C* const* rows, int64_t d,
+                                                                 int64_t dim,
+                                                                 typename Vector<A>::type* block) {
+  constexpr int L = kLanes<A>;
+#if EAGLE2_VECTOR_BYTES == 64
+  // Halves of two rows are put together as they are loaded: the first step of the transpose.
+  if constexpr (L == 16 && (std::is_same_v<C, float> || kPack<C> == 2)) {
+    if (kPack<C> * (d + L) <= dim) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const auto half = [&](int row, int at) {
+          return _mm256_loadu_si256(
+              reinterpret_cast<const __m256i*>(rows[row] + kPack<C> * (d + at)));
+        };
+        const auto both = [&](int at) {
+          return (F32)_mm512_inserti64x4(_mm512_castsi256_si512(half(i, at)), half(i + 8, at), 1);
+        };
+        block[i] = both(0);
+        block[i + 8] = both(8);
+      }
+      return transpose<A, 4>(block);
+    }
+  }
+#endif
+#ifdef EAGLE2_BF16_PAIRS
+  if constexpr (kPack<C> == 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) block[i] = (F32)load_pairs(rows[i] + 2 * d, dim - 2 * d);
+    return transpose<A>(block);
+  }
+#endif
+  if (d + L <= dim) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) block[i] = reader.vector(rows[i] + d);
+    return transpose<A>(block);
+  }
+  for (int i = 0; i < L; ++i) {
+    A row[L] = {};
+    for (int64_t j = 0; d + j < dim; ++j) row[j] = reader.scalar(rows[i][d + j]);
+    block[i] = load(row);
+  }
+  transpose<A>(block);
+}
+
 // Rows as columns of words in panels, converted: lane j of vector v at step d is word d of row
 // v * lanes + j. Reads `count` rows rounded up to a multiple of the lane count; `first` is the
-// vector of the first. Rows that `ahead` (if any) names are fetched into the cache meanwhile.
+// vector of the first.
 template <typename C, typename A>
 void load_transposed(Reader<C, A> reader, const C* const* rows, int64_t count, int64_t dim,
-                     int64_t first, A* columns, const C* const* ahead = nullptr,
-                     int64_t ahead_dim = 0) {
+                     int64_t first, A* columns) {
   constexpr int L = kLanes<A>;
   const int64_t words = (dim + kPack<C> - 1) / kPack<C>;
   for (int64_t j = 0; j < count; j += L) {
-    if (ahead != nullptr) prefetch_rows(ahead + j, std::min<int64_t>(L, count - j), ahead_dim);
     A* to = columns + panel_offset<A>(first + j / L, 0, words);
-    int64_t d = 0;
-    for (; d < words; d += L) {
+    for (int64_t d = 0; d < words; d += L) {
       typename Vector<A>::type block[L];
-#ifdef EAGLE2_BF16_PAIRS
-      if constexpr (kPack<C> == 2) {
-#pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) block[i] = (F32)load_pairs(rows[j + i] + 2 * d, dim - 2 * d);
-      } else
-#endif
-      {
-        if (d + L > words) break;
-#pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) block[i] = reader.vector(rows[j + i] + d);
-      }
-      transpose<A>(block);
+      load_transposed_block<C, A>(reader, rows + j, d, dim, block);
       if (d + L <= words) {
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) store(to + (d + i) * kColumns * L, block[i]);
       } else {
         for (int i = 0; d + i < words; ++i) store(to + (d + i) * kColumns * L, block[i]);
-      }
-    }
-    if constexpr (kPack<C> == 1) {
-      for (; d < dim; ++d) {
-        for (int i = 0; i < L; ++i) to[d * kColumns * L + i] = reader.scalar(rows[j + i][d]);
       }
     }
   }
@@ -420,6 +448,7 @@ struct RowsInPlace {
 #pragma GCC unroll 8
         for (int d = 0; d < V * L; d += 64 / sizeof(C)) {
           __builtin_prefetch(ahead[kPack<C> * i + k] + v * L + d, 0, 2);
+          __builtin_prefetch(rows[kPack<C> * i + k + L] + v * L + d, 0, 3);
         }
       }
     }
@@ -503,6 +532,59 @@ void score(int rows, const A* q, int64_t words, const A* columns, int64_t begin,
     }
   }
   score_rows<A, Pack, R>(q, words, columns, begin, end, scores, scores_pitch);
+}
+
+// The same chains for rows of keys that are read once: transposed in registers, never stored.
+// Scores of `count` keys, rounded up to a multiple of the lane count.
+template <typename C, typename A, int R>
+void score_in_place(Reader<C, A> reader, const A* q, int64_t dim, const C* const* rows,
+                    int64_t count, A* scores, int64_t scores_pitch, const C* const* ahead) {
+  constexpr int L = kLanes<A>, Pack = kPack<C>;
+  const int64_t words = (dim + Pack - 1) / Pack;
+  for (int64_t j = 0; j < count; j += L) {
+    typename Vector<A>::type sum[R] = {};
+    int64_t d = 0;
+    for (; d + L <= words; d += L) {
+      typename Vector<A>::type block[L];
+      load_transposed_block<C, A>(reader, rows + j, d, dim, block);
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) {
+        if (ahead != nullptr) {
+          __builtin_prefetch(ahead[j + i] + Pack * d, 0, 2);
+          __builtin_prefetch(rows[j + L + i] + Pack * d, 0, 3);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          sum[r] = Product<A, Pack>::add(sum[r], Product<A, Pack>::spread(q + r * words + d + i),
+                                         block[i]);
+        }
+      }
+    }
+    if (d < words) {
+      typename Vector<A>::type block[L];
+      load_transposed_block<C, A>(reader, rows + j, d, dim, block);
+      for (int i = 0; d + i < words; ++i) {
+        for (int r = 0; r < R; ++r) {
+          sum[r] = Product<A, Pack>::add(sum[r], Product<A, Pack>::spread(q + r * words + d + i),
+                                         block[i]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) store(scores + r * scores_pitch + j, sum[r]);
+  }
+}
+
+template <typename C, typename A, int R = kRows>
+void score_in_place(int few, Reader<C, A> reader, const A* q, int64_t dim, const C* const* rows,
+                    int64_t count, A* scores, int64_t scores_pitch, const C* const* ahead) {
+  if constexpr (R > 1) {
+    if (few < R) {
+      return score_in_place<C, A, R - 1>(few, reader, q, dim, rows, count, scores, scores_pitch,
+                                         ahead);
+    }
+  }
+  score_in_place<C, A, R>(reader, q, dim, rows, count, scores, scores_pitch, ahead);
 }
 
 // sum[r][d] += weights[r][i] * values[i][d] for the words i in [begin, end), each element one chain
@@ -935,16 +1017,18 @@ void attend(const AttentionParams& p, int64_t task) {
   A* weights = Pack == 1 ? scores : arena.take<A>(kRows * scores_pitch);
   A* sum = arena.take<A>(kRows * row_pitch);
   C* zero = arena.take<C>(std::max(k_dim, v_dim));
-  // Of this chunk and of the next, which is fetched into the cache meanwhile.
-  const C** k_rows = arena.take<const C*>(pitch);
-  const C** v_rows = arena.take<const C*>(pitch);
-  const C** next_k = arena.take<const C*>(pitch);
-  const C** next_v = arena.take<const C*>(pitch);
+  // Of this chunk and of the next, which is fetched into the cache meanwhile. Behind the last lie
+  // other rows of the cache: whole vectors of keys are scored, and rows ahead fetched, from them.
+  const int64_t row_slots = pitch + L;
+  const C** k_rows = arena.take<const C*>(4 * row_slots);
+  const C **v_rows = k_rows + row_slots, **next_k = v_rows + row_slots;
+  const C** next_v = next_k + row_slots;
   const C** path_k = arena.take<const C*>(pitch);
   bool* valued = arena.take<bool>(steps + 1);
   NodeView* view = arena.take<NodeView>(tile_nodes);
   int32_t* node_of = arena.take<int32_t>(tile_rows);
   std::fill(zero, zero + std::max(k_dim, v_dim), static_cast<C>(0.0f));
+  std::fill(k_rows, k_rows + 4 * row_slots, zero);
 
   const C **k_slots = nullptr, **v_slots = nullptr;
   if (!chain) {
@@ -1021,19 +1105,23 @@ void attend(const AttentionParams& p, int64_t task) {
       if (found != c) find_rows(c, kv_head, next_k, next_v);
       std::swap(k_rows, next_k);
       std::swap(v_rows, next_v);
-      // The last chunk of a task fetches the first of the next task, the next head's.
+      // The last chunk of a task fetches the first of the next task: of the next head or, behind
+      // the last head, of the next part.
       const bool one_block = rows <= kRows;
       const bool last = c + 1 == chunk_end;
-      const bool other = last && p.parts > 1 && kv_head + 1 < p.kv_heads;
-      found = other ? chunk_begin : c + 1;
+      const bool other = last && p.parts > 1;
+      const bool next_head = other && kv_head + 1 < p.kv_heads;
+      found = next_head ? chunk_begin : c + 1;
       const int64_t ahead = last && !other ? 0 : shared_of(found);
-      if (ahead > 0) find_rows(found, kv_head + (other ? 1 : 0), next_k, next_v);
+      if (ahead > 0) {
+        find_rows(found, next_head ? kv_head + 1 : other ? 0 : kv_head, next_k, next_v);
+      }
       if (other) found = -1;
       if (shared > skip) {
         const int64_t count = shared - skip;
-        for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;
-        load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns,
-                              one_block ? v_rows + skip : nullptr, v_dim);
+        if (!one_block) {
+          load_transposed<C, A>(read_k, k_rows + skip, count, k_dim, skip / L, columns);
+        }
         if (!in_place) {
           for (int64_t i = skip / Pack; i < shared / Pack; ++i) {
             load_value<C, A>(read_v, v_rows + i * Pack, v_dim, i, steps, values);
@@ -1060,7 +1148,11 @@ void attend(const AttentionParams& p, int64_t task) {
           if (end[r] > 0) low = std::min(low, begin[r]);
           high = std::max(high, end[r]);
         }
-        if (low < high) {
+        if (low < high && one_block) {
+          const int64_t from = low / L * L;
+          score_in_place<C, A>(count, read_k, q, k_dim, k_rows + from, high - from, scores + from,
+                               scores_pitch, v_dim >= k_dim ? v_rows + from : nullptr);
+        } else if (low < high) {
           score<A, Pack>(count, q + r0 * words, words, columns, low / L, (high + L - 1) / L, scores,
                          scores_pitch);
         }
@@ -1148,7 +1240,7 @@ void attend(const AttentionParams& p, int64_t task) {
           accumulate_shared<A, Pack>(
               count, weights, scores_pitch,
               RowsInPlace<C, A>{v_rows, read_v,
-                                one_block && ahead == chunk && k_dim == v_dim ? next_k : nullptr},
+                                one_block && ahead > 0 && k_dim >= v_dim ? next_k : nullptr},
               word_begin, word_end, vectors, sum, row_pitch);
         } else {
           accumulate_shared<A, Pack>(count, weights, scores_pitch, Panels<A>{values, steps},

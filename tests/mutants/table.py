@@ -222,12 +222,6 @@ ATTENTION_MUTANTS = [
         "odd_sizes",
         tests="test_attention.py::test_matches_oracle",
     ),
-    kernel(
-        "for (int64_t j = shared; j % L != 0; ++j) k_rows[j] = zero;",
-        "",
-        "odd_sizes",
-        tests="test_attention.py::test_matches_oracle",
-    ),
     Mutant(
         ATTENTION,
         'check_shape(mask, "tree_mask", {p.batch, p.nodes, words});',
