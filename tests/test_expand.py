@@ -127,6 +127,95 @@ def test_nan_and_infinite_logits_in_long_rows(dtype, stride):
     assert got[0][0, :3].tolist() == [3, 2100, 4999]
 
 
+def _hostile_row(kind, x):
+    """Writes one row of what a sweep with a running sum could get wrong into the normal ``x``."""
+    n = len(x)
+    if kind == "ascending":
+        x[:] = torch.linspace(-600, 600, n) + x / 4
+    elif kind == "ascending within rounding":
+        x[:] = torch.linspace(-30, 60, n)
+    elif kind == "far above zero":
+        x += 3000.0
+    elif kind == "far below zero":
+        x -= 3000.0
+    elif kind == "near the end of the reach":
+        x -= 2760.0
+    elif kind.startswith("across the end"):
+        x[:] = x / 8 - (86.0 if "short" in kind else 2836.0)
+        x[: n // 2] -= 6.0
+    elif kind == "beyond the reach":
+        x[[n // 3, n // 2, n - 1]] = torch.tensor([3e5, 3e5 - 1, 3e5 - 2])
+    elif kind == "masked start":
+        x[: n // 2] = -1e4
+    elif kind == "masked but a few":
+        x[:] = -6e4
+        x[[n // 3, n // 2, n - 1]] = torch.tensor([1.0, 2.0, 2.0])
+    elif kind == "infinitely masked":
+        x[torch.arange(n) % 7 != 3] = NEG_INF
+    elif kind == "infinitely masked but a few":
+        x[:] = NEG_INF
+        x[[0, n // 2, n - 1]] = torch.tensor([1.0, 2.0, 2.0])
+    elif kind == "one far above":
+        x[n // 2] = 400.0
+    elif kind == "all but one below what adds up":
+        x[:] = x / 8 - 88.0
+        x[n - 1] = 0.0
+    elif kind == "spread":
+        x *= 200.0
+    elif kind == "float32's ends":
+        x[::5] = -3e38
+        x[1::5] = -1e15
+    elif kind == "nan":
+        x[::3] = float("nan")
+        x[1::3] = -float("nan")
+    elif kind == "one above nan":
+        x[:] = -float("nan")
+        x[n // 2] = 5.0
+
+
+HOSTILE = [
+    *("ascending", "ascending within rounding", "far above zero", "far below zero"),
+    *("near the end of the reach", "across the end of the reach", "across the end of a short one"),
+    *("beyond the reach", "masked start", "masked but a few", "infinitely masked"),
+    *("infinitely masked but a few", "one far above", "all but one below what adds up", "spread"),
+    *("float32's ends", "nan", "one above nan"),
+]
+
+
+@pytest.mark.parametrize("vocab", [63, 64, 600, 5000, 9001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_a_hostile_row_equals_the_oracle(dtype, vocab):
+    logits = torch.randn(1, len(HOSTILE), vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    for kind, row in zip(HOSTILE, logits[0], strict=True):
+        _hostile_row(kind, row)
+    logits, beam_scores = logits.to(dtype), torch.zeros(1, len(HOSTILE))
+    assert_same_expansion(e2.expand_topk(logits, beam_scores, 6), logits, beam_scores, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("top_k", [1, 10, 300])
+def test_a_long_row_equals_the_oracle_in_float64(dtype, top_k):
+    """Scores within float32's rounding of logits of this size."""
+    logits, beam_scores = torch.randn(1, 2, 20011) * 5 + 9, torch.zeros(1, 2)
+    logits = logits.to(dtype)
+    tokens, scores, *_ = e2.expand_topk(logits, beam_scores, top_k)
+    want = logits.double().log_softmax(-1)[0].gather(1, tokens.view(2, -1))
+    torch.testing.assert_close(scores.view(2, -1).double(), want, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_a_certain_token_scores_exactly_zero(dtype):
+    """Its exponential is the whole sum, whatever rounding the sweep gives to both."""
+    logits = torch.randn(1, 3, 5000, generator=torch.Generator().manual_seed(1)) * 4
+    logits[0, 0, 4321] = 300.0
+    logits[0, 1, 0] = 77.7
+    logits[0, 2] = NEG_INF
+    logits[0, 2, 4999] = -1.3
+    tokens, scores, *_ = e2.expand_topk(logits.to(dtype), torch.zeros(1, 3), 1)
+    assert tokens.tolist() == [[4321, 0, 4999]]
+    assert scores.tolist() == [[0.0, 0.0, 0.0]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_nan_and_infinite_logits_keep_indices_in_range(dtype):
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(3)).to(dtype)

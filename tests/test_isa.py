@@ -34,7 +34,7 @@ def test_tables_at_each_level(name):
         "matches_oracle or (plain_decoding and seed0) or exponential or every_float8"
         " or shared_by_tasks or (invisible_slots and paged and nan) or (shows_it and tree and nan)"
         " or independent_of_layout or any_call or tie or equals_the_oracle or nan_and_infinite"
-        " or brute_force"
+        " or brute_force or certain_token"
     )
     tests = [str(Path(__file__).with_name(f"test_{room}.py")) for room in ("attention", "expand")]
     pytest_run = "-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()

@@ -25,100 +25,103 @@ struct ExpandArgs {
   float* candidate_scores;
 };
 
-// The k best logits of row (b, p), best first, with the largest one and the sum of e^(x - largest).
+// Puts the k best logits of row (b, p) into `top` and returns the sum of e^(x - best one). Any
+// dtype, any values.
 template <typename T>
-struct RowBest {
+double read_row(const Logits& logits, int64_t b, int64_t p, TopK<T>& top) {
+  thread_local std::vector<T> chunk(kChunk);
   T peak = -INFINITY;
   double total = 0;
-  TopK<T> top;
-};
-
-// Offers the elements >= bound of the groups whose peak reached it, in ascending order of ids:
-// `groups` holds `count` indices chunk * kSweepGroups + group.
-template <typename T>
-void offer_groups(const T* row, int64_t stride, int64_t vocab, const int32_t* groups, int64_t count,
-                  float bound, TopK<float>& top) {
-  for (int64_t at = 0; at < count;) {
-    const int64_t chunk = groups[at] / kSweepGroups, first = chunk * kSweepChunk;
-    int64_t end = at + 1;
-    while (end < count && groups[end] / kSweepGroups == chunk) ++end;
-    for (int64_t i = first; i < std::min(first + kSweepChunk, vocab); i += kSweepGroups) {
-      const int64_t shift = i - chunk * kSweepGroups;
-      for (int64_t g = at; g < end; ++g) {
-        const int64_t id = groups[g] + shift;
-        if (id >= vocab) break;
-        const float x = static_cast<float>(row[id * stride]);
-        if (x >= bound) top.offer(x, id);
-      }
-    }
-    at = end;
-  }
-}
-
-// Float32, float16 and bfloat16. Only the few groups that can hold one of the k best are looked at
-// again.
-void read_row(const Logits& logits, int64_t b, int64_t p, RowBest<float>& best) {
-  const int64_t vocab = logits.size[2], stride = logits.stride[2];
-  const int64_t chunks = (vocab + kSweepChunk - 1) / kSweepChunk, groups = chunks * kSweepGroups;
-  thread_local std::vector<float> peaks, copy(kSweepChunk);
-  thread_local std::vector<int32_t> reached;
-  peaks.resize(static_cast<size_t>(groups));
-  reached.resize(static_cast<size_t>(groups) + kSweepGroups);
-
-  const SweepKernel& kernel = sweep_kernel();
-  SweepState state;
-  for (int64_t c = 0; c < chunks; ++c) {
-    const int64_t first = c * kSweepChunk, count = std::min(kSweepChunk, vocab - first);
-    float* const group_peaks = peaks.data() + c * kSweepGroups;
-    const void* const x = logits.at(b, p, first);
-    if (count == kSweepChunk && stride == 1) {
-      if (logits.type == ScalarType::Float &&
-          kernel.floats(static_cast<const float*>(x), &state, group_peaks)) {
-        continue;
-      }
-      if (logits.type == ScalarType::BFloat16 &&
-          kernel.bfloat16s(static_cast<const uint16_t*>(x), &state, group_peaks)) {
-        continue;
-      }
-    }
-    read_logits(logits, b, p, first, count, copy.data());
-    std::fill(copy.begin() + count, copy.end(), -INFINITY);
-    kernel.floats(copy.data(), &state, group_peaks);
-  }
-  best.peak = state.peak;
-  best.total = state.total;
-  if (state.peak == -INFINITY) return;
-
-  const float bound = kernel.bound(peaks.data(), groups, state.peak, best.top.k());
-  const int64_t count = kernel.from(peaks.data(), groups, bound, reached.data());
-  const void* const row = logits.at(b, p, 0);
-  switch (logits.type) {
-    case ScalarType::Float:
-      return offer_groups(static_cast<const float*>(row), stride, vocab, reached.data(), count,
-                          bound, best.top);
-    case ScalarType::BFloat16:
-      return offer_groups(static_cast<const c10::BFloat16*>(row), stride, vocab, reached.data(),
-                          count, bound, best.top);
-    default:
-      return offer_groups(static_cast<const c10::Half*>(row), stride, vocab, reached.data(), count,
-                          bound, best.top);
-  }
-}
-
-void read_row(const Logits& logits, int64_t b, int64_t p, RowBest<double>& best) {
-  thread_local std::vector<double> chunk(kChunk);
   for (int64_t first = 0; first < logits.size[2]; first += kChunk) {
     const int64_t count = std::min(kChunk, logits.size[2] - first);
     read_logits(logits, b, p, first, count, chunk.data());
-    const double peak = largest(chunk.data(), count);
-    if (peak == -INFINITY) continue;
-    if (peak > best.peak) {
-      best.total *= std::exp(best.peak - peak);
-      best.peak = peak;
+    const T highest = largest(chunk.data(), count);
+    if (highest == -INFINITY) continue;
+    if (highest > peak) {
+      total *= std::exp(static_cast<double>(peak) - static_cast<double>(highest));
+      peak = highest;
     }
-    best.total += sum_exp(chunk.data(), count, best.peak);
-    best.top.feed(chunk.data(), count, first);
+    total += sum_exp(chunk.data(), count, peak);
+    top.feed(chunk.data(), count, first);
   }
+  return total;
+}
+
+// Offers the elements >= bound of some groups of the part [first, end): those whose index modulo
+// `width` is one of `places`, which ascend.
+template <typename T>
+void offer_groups(const T* row, int64_t stride, int64_t first, int64_t end, int64_t width,
+                  const int32_t* places, int64_t count, float bound, TopK<float>& top) {
+  for (int64_t i = first; i < end; i += width) {
+    for (int64_t g = 0; g < count; ++g) {
+      const int64_t id = i + places[g];
+      const float x = static_cast<float>(row[id * stride]);
+      if (x >= bound) top.offer(x, id);
+    }
+  }
+}
+
+// read_row of float32, float16 and bfloat16, where only the few groups that can hold one of the k
+// best are looked at again. Returns 0 where the row is not one for the sweep.
+double sweep_row(const Logits& logits, int64_t b, int64_t p, TopK<float>& top) {
+  const SweepKernel& kernel = sweep_kernel();
+  const int64_t vocab = logits.size[2], stride = logits.stride[2], width = kernel.groups;
+  // Read in place as far as whole groups go; what is left at the end is a part by itself.
+  const int64_t whole = vocab - vocab % width;
+  const int64_t whole_parts = (whole + kernel.part - 1) / kernel.part;
+  const int64_t parts = whole_parts + (whole < vocab);
+  const auto start = [&](int64_t part) { return std::min(part * kernel.part, whole); };
+  const auto end = [&](int64_t part) { return part < whole_parts ? start(part + 1) : vocab; };
+  thread_local std::vector<float> ranks, copy(kernel.chunk);
+  ranks.resize(static_cast<size_t>(parts * width));
+  const bool in_place = stride == 1 && logits.type != ScalarType::Half;
+  const bool bfloat16 = in_place && logits.type == ScalarType::BFloat16;
+
+  SweepState state;
+  for (int64_t part = 0; part < parts;) {
+    const int64_t next =
+        part < whole_parts ? std::min(part + kernel.chunk / kernel.part, whole_parts) : parts;
+    const int64_t first = start(part), count = end(next - 1) - first;
+    float* const out = ranks.data() + part * width;
+    const void* const x = logits.at(b, p, first);
+    bool taken;
+    if (in_place && part < whole_parts) {
+      taken = bfloat16 ? kernel.bfloat16s(static_cast<const uint16_t*>(x), count, &state, out)
+                       : kernel.floats(static_cast<const float*>(x), count, &state, out);
+    } else {
+      const int64_t padded = (count + width - 1) / width * width;
+      read_logits(logits, b, p, first, count, copy.data());
+      std::fill(copy.begin() + count, copy.begin() + padded, -INFINITY);
+      taken = kernel.floats(copy.data(), padded, &state, out);
+    }
+    if (!taken) return 0;
+    part = next;
+  }
+  if (!kernel.complete(state)) return 0;
+
+  const float bound = kernel.bound(ranks.data(), parts * width, state, top.k());
+  if (bound == 0) return 0;
+  const float least = kernel.least(bound);
+  const void* const row = logits.at(b, p, 0);
+  int32_t places[kMostSweepGroups];
+  for (int64_t part = 0, mixed_parts = bfloat16 ? whole_parts : 0; part < parts; ++part) {
+    const int64_t count = kernel.reached(ranks.data(), parts, mixed_parts, bound, &part, places);
+    if (count == 0) break;
+    const auto offer = [&](const auto* x) {
+      offer_groups(x, stride, start(part), end(part), width, places, count, least, top);
+    };
+    switch (logits.type) {
+      case ScalarType::Float:
+        offer(static_cast<const float*>(row));
+        break;
+      case ScalarType::BFloat16:
+        offer(static_cast<const c10::BFloat16*>(row));
+        break;
+      default:
+        offer(static_cast<const c10::Half*>(row));
+    }
+  }
+  return state.total / static_cast<double>(kernel.term(top.best(), state));
 }
 
 // The candidates of parent p of request b.
@@ -132,10 +135,15 @@ void expand_row(const ExpandArgs& args, int64_t b, int64_t p) {
   std::fill_n(scores, args.top_k, -INFINITY);
   if (!(beam_score > -INFINITY)) return;  // a dead parent: its logits are not read
 
-  RowBest<T> best{-INFINITY, 0, TopK<T>(std::min(args.top_k, args.vocab))};
-  read_row(args.logits, b, p, best);
-  const T peak = best.peak, log_total = static_cast<T>(std::log(best.total));
-  for (const Ranked<T>& candidate : best.top.finish()) {
+  thread_local TopK<T> top;
+  top.start(std::min(args.top_k, args.vocab));
+  double total = 0;
+  if constexpr (std::is_same_v<T, float>) total = sweep_row(args.logits, b, p, top);
+  if (total == 0) total = read_row(args.logits, b, p, top);
+  const std::vector<Ranked<T>>& ranked = top.finish();
+  if (ranked.empty()) return;
+  const T peak = ranked[0].value, log_total = static_cast<T>(std::log(total));
+  for (const Ranked<T>& candidate : ranked) {
     const float score = static_cast<float>(((candidate.value - peak) - log_total) + beam_score);
     if (score > -INFINITY) {
       *scores = score;

@@ -89,15 +89,28 @@ bool better(const Ranked<T>& a, const Ranked<T>& b) {
 template <typename T>
 class TopK {
  public:
-  explicit TopK(int64_t k) : k_(k), capacity_(2 * k + 32) { kept_.reserve(capacity_); }
+  // Forgets what was fed. Memory is kept, so a thread's own allocates once.
+  void start(int64_t k) {
+    k_ = k;
+    floor_ = -INFINITY;
+    kept_.clear();
+    kept_.reserve(static_cast<size_t>(capacity()));
+  }
 
   int64_t k() const { return k_; }
+
+  // The largest element so far, where there is one.
+  T best() const {
+    T best = -INFINITY;
+    for (const Ranked<T>& one : kept_) best = std::max(best, one.value);
+    return best;
+  }
 
   // One element; NaN counts as -inf, +inf as the largest finite value.
   void offer(T x, int64_t id) {
     if (!(x > floor_)) return;
     kept_.push_back({std::min(x, std::numeric_limits<T>::max()), id});
-    if (static_cast<int64_t>(kept_.size()) == capacity_) shrink();
+    if (static_cast<int64_t>(kept_.size()) == capacity()) shrink();
   }
 
   void feed(const T* x, int64_t count, int64_t first_id) {
@@ -121,8 +134,9 @@ class TopK {
     floor_ = kept_[k_ - 1].value;
   }
 
-  int64_t k_;
-  int64_t capacity_;
+  int64_t capacity() const { return 2 * k_ + 32; }
+
+  int64_t k_ = 0;
   T floor_ = -INFINITY;  // once k are kept, an equal value with a later id loses
   std::vector<Ranked<T>> kept_;
 };

@@ -1,4 +1,5 @@
 // The sweep with AVX2 and FMA.
+#include <array>
 #include <cmath>
 #include <limits>
 

@@ -1,4 +1,5 @@
 // The sweep with AVX-512.
+#include <array>
 #include <cmath>
 #include <limits>
 

@@ -1,9 +1,14 @@
 // The sweep for what the compiler targets by itself, and the choice between levels.
+#include <array>
 #include <cmath>
 #include <limits>
 
 #include "isa.h"
 #include "sweep.h"
+
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 
 namespace eagle2::portable {
 #define EAGLE2_VECTOR_BYTES 16

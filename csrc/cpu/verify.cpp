@@ -113,7 +113,8 @@ class Sampler {
     const int64_t vocab = static_cast<int64_t>(row.size());
     const T temperature = static_cast<T>(f.temperature);
     if (f.top_k > 0 && f.top_k < vocab) {
-      TopK<T> top(f.top_k);
+      TopK<T> top;
+      top.start(f.top_k);
       top.feed(row.data(), vocab, 0);
       std::vector<Ranked<T>> kept = top.finish();
       if (f.top_p < 1) cut_top_p(kept, best.value, temperature, f.top_p);
