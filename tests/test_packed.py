@@ -48,6 +48,75 @@ def test_values_are_those_of_the_plain_layers(rows, bias):
         assert torch.equal(net(x[None])[0], got)
 
 
+class Siblings(nn.Module):
+    """Layers named as transformers names them, called in any order."""
+
+    def __init__(self, bias=False, order=("q_proj", "k_proj", "v_proj"), odd=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.order = order
+        for name, out in (("q_proj", 64), ("k_proj", 32), ("v_proj", 48)):
+            # the odd one has other biases, or else another input
+            width = 96 if name == odd and not bias else 64
+            setattr(self, name, nn.Linear(width, out, bias=bias and name != odd))
+        self.to(torch.bfloat16)
+
+    def forward(self, x):
+        return {name: getattr(self, name)(x) for name in self.order}
+
+
+ORDERS = [
+    ("q_proj", "k_proj", "v_proj"),
+    ("v_proj", "q_proj", "k_proj"),
+    ("q_proj",),
+    ("k_proj", "k_proj", "q_proj"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["qkv", "vqk", "q", "kkq"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@torch.inference_mode()
+def test_siblings_are_one_product_with_their_own_values(order, bias):
+    net = Siblings(bias, order)
+    packed = PackedLinears(net)
+    assert len(packed) == (3 if HAS_BF16 else 0)
+    assert packed.out_features(net.k_proj) == (144 if HAS_BF16 else None)
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        want = net(x)
+        with packed:
+            got = net(x)
+        for name in order:
+            torch.testing.assert_close(got[name], want[name], rtol=0.02, atol=0.02)
+        # the next forward gets the same tensor with other values in it
+        x.mul_(-3)
+
+
+@pytest.mark.skipif(not HAS_BF16, reason="nothing is packed without oneDNN's bfloat16")
+@torch.inference_mode()
+def test_a_changed_sibling_leaves_all_of_them_alone():
+    net = Siblings()
+    packed = PackedLinears(net)
+    net.v_proj.weight = nn.Parameter(net.v_proj.weight * 2)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    want = net(x)
+    with packed:
+        assert all(torch.equal(got, want[name]) for name, got in net(x).items())
+    assert net.q_proj not in packed and len(packed) == 3
+
+
+@torch.no_grad()
+def test_siblings_that_differ_are_packed_one_by_one():
+    for net in (Siblings(True, odd="k_proj"), Siblings(odd="v_proj")):
+        packed = PackedLinears(net)
+        sizes = [packed.out_features(m) for m in (net.q_proj, net.k_proj, net.v_proj)]
+        assert sizes == ([64, 32, 48] if HAS_BF16 else [None] * 3)
+    net = Siblings()
+    net.k_proj = net.v_proj
+    packed = PackedLinears(net)
+    assert packed.out_features(net.q_proj) == (64 if HAS_BF16 else None)
+
+
 @torch.inference_mode()
 def test_only_the_block_runs_packed():
     net = Net()

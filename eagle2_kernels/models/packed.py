@@ -2,25 +2,38 @@
 
 oneDNN multiplies bfloat16 matrices from a blocked layout of the weight. PyTorch's linear layer
 keeps the plain layout, so each call reorders the whole weight first: with 1 to 64 rows that costs
-as much as the product. Here the reordered copy is kept beside the weight.
+as much as the product. Here the reordered copy is kept beside the weight, and layers that read the
+same input (q, k and v; gate and up) are one product, for each product costs its start.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinears", "can_pack", "in_use", "one_at_a_time", "pack_linear", "weight_state"]
+__all__ = [
+    "PackedLinears",
+    "PackedProduct",
+    "can_pack",
+    "in_use",
+    "one_at_a_time",
+    "pack_linear",
+    "weight_state",
+]
 
 # Rows the layout is chosen for; any number of rows may follow.
 _ROWS = 16
+
+# Siblings that read the same input, by the names that transformers gives them, in call order.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -73,6 +86,10 @@ class PackedLinears:
         with torch.inference_mode(), packed:
             model(...)                    # same values as outside, less time
 
+    Siblings named q_proj, k_proj, v_proj or gate_proj, up_proj are one product: the first one
+    called computes it, the others take their columns (views) when called with the same tensor,
+    which nobody may have written to in between.
+
     Outside the block the model is what it was. A layer whose weight was changed, moved or replaced
     since (or that carries a forward of its own: hooks of accelerate, quantised layers) is left
     alone; writing into weights made under ``torch.inference_mode()`` goes unnoticed. Threads wait
@@ -81,38 +98,66 @@ class PackedLinears:
 
     def __init__(self, *roots: nn.Module) -> None:
         modules = {id(m): m for root in roots for m in root.modules()}
-        self._layers = [
-            _Packed(m)
-            for m in modules.values()
+        linears = {
+            key: m
+            for key, m in modules.items()
             if type(m) is nn.Linear and "forward" not in vars(m) and can_pack(m.weight)
-        ]
-        self._active: list[dict[str, Any]] = []
+        }
+        self._products: list[PackedProduct] = []
+        for parent in modules.values():
+            for names in _TOGETHER:
+                group = [linears.get(id(getattr(parent, name, None))) for name in names]
+                if _go_together(group):
+                    together = [m for m in group if m is not None]
+                    self._products.append(PackedProduct(together))
+                    for m in together:
+                        del linears[id(m)]
+        self._products += [PackedProduct([m]) for m in linears.values()]
+        self._active: list[PackedProduct] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has weights of its own, and oneDNN's layout can be neither pickled nor copied.
-        return {"_layers": [], "_active": []}
+        return {"_products": [], "_active": []}
 
     def __len__(self) -> int:
         """Layers that were packed."""
-        return len(self._layers)
+        return sum(len(product.modules) for product in self._products)
 
     def __contains__(self, module: object) -> bool:
         """Whether this very layer runs from a packed copy inside the block."""
-        return any(layer.module is module and layer.is_current() for layer in self._layers)
+        return self.out_features(module) is not None
+
+    def out_features(self, module: object) -> int | None:
+        """Columns of the product that this layer is part of inside the block; None if of none."""
+        for product in self._products:
+            if any(m is module for m in product.modules) and product.is_current():
+                return sum(product.sizes)
+        return None
+
+    def inside(self, root: nn.Module) -> list[PackedProduct]:
+        """The products of layers under ``root``."""
+        modules = {id(m) for m in root.modules()}
+        return [p for p in self._products if id(p.modules[0]) in modules]
+
+    def without(self, roots: Sequence[nn.Module]) -> PackedLinears:
+        """The products of layers that are under none of ``roots``."""
+        modules = {id(m) for root in roots for m in root.modules()}
+        rest = PackedLinears()
+        rest._products = [p for p in self._products if id(p.modules[0]) not in modules]
+        return rest
 
     @property
     def nbytes(self) -> int:
         """Memory of the packed copies."""
-        return sum(layer.weight.nbytes for layer in self._layers)
+        return sum(m.weight.nbytes for product in self._products for m in product.modules)
 
     def __enter__(self) -> PackedLinears:
-        if self._layers:
+        if self._products:
             one_at_a_time(self).__enter__()
-        for layer in self._layers:
-            if layer.is_current():
-                own = layer.module.__dict__
-                own["forward"] = layer.linear
-                self._active.append(own)
+        for product in self._products:
+            if product.is_current():
+                product.install()
+                self._active.append(product)
         return self
 
     def __exit__(
@@ -121,36 +166,107 @@ class PackedLinears:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for own in self._active:
-            own.pop("forward", None)
+        for product in self._active:
+            product.remove()
         self._active.clear()
-        if self._layers:
+        if self._products:
             one_at_a_time(self).__exit__(kind, error, traceback)
 
 
-class _Packed:
-    """One layer, and which weight its packed copy is of."""
+def _go_together(group: Sequence[nn.Linear | None]) -> bool:
+    """Whether these siblings, all of them there, can be one product."""
+    first = group[0]
+    return first is not None and all(
+        m is not None
+        and m.in_features == first.in_features
+        and (m.bias is None) == (first.bias is None)
+        and not any(m is other for other in group[:i])
+        for i, m in enumerate(group)
+    )
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
-        self.weight, self.bias = module.weight, module.bias
-        self._seen = self._state()
-        bias = None if self.bias is None else self.bias.detach()
-        self.linear = pack_linear(self.weight.detach(), bias)
 
-    def _state(self) -> tuple[int, ...]:
-        return weight_state(self.weight, self.bias)
+class PackedProduct:
+    """One product from packed weights: one layer, or several that read the same input.
+
+    Attributes:
+        modules: the layers.
+        sizes: columns of each in the product, in this order.
+        multiply: x [..., in] -> [..., sum(sizes)] from the packed copy.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+        self.modules = list(modules)
+        self.sizes = [m.out_features for m in modules]
+        self._seen = [(m, m.weight, m.bias, weight_state(m.weight, m.bias)) for m in modules]
+        weights = [m.weight.detach() for m in modules]
+        biases = [m.bias.detach() for m in modules if m.bias is not None]
+        self.multiply = pack_linear(
+            weights[0] if len(weights) == 1 else torch.cat(weights),
+            (torch.cat(biases) if len(biases) > 1 else biases[0]) if biases else None,
+        )
+        self._shared = _Shared(self.multiply, self.sizes)
+        self._forwards = self._shared.forwards()
 
     def is_current(self) -> bool:
+        """Whether the packed copy is of the layers' present weights and they run nothing else."""
         # straight from the dictionaries: this runs for every layer of every forward
-        own = self.module.__dict__
-        parameters = own["_parameters"]
-        return (
-            parameters["weight"] is self.weight
-            and parameters["bias"] is self.bias
-            and "forward" not in own
-            and self._state() == self._seen
-        )
+        for module, weight, bias, state in self._seen:
+            own = module.__dict__
+            parameters = own["_parameters"]
+            if (
+                parameters["weight"] is not weight
+                or parameters["bias"] is not bias
+                or "forward" in own
+                or weight_state(weight, bias) != state
+            ):
+                return False
+        return True
+
+    def plain(self, x: Tensor) -> Tensor:
+        """`multiply` by the layers themselves."""
+        return torch.cat([m(x) for m in self.modules], dim=-1)
+
+    def install(self) -> None:
+        """Let the layers run from the product."""
+        for module, forward in zip(self.modules, self._forwards, strict=True):
+            module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Let the layers be what they were."""
+        for module in self.modules:
+            module.__dict__.pop("forward", None)
+        self._shared.forget()
+
+    def forwards(self, multiply: Callable[[Tensor], Tensor]) -> list[Callable[[Tensor], Tensor]]:
+        """A forward for each layer over ``multiply``, which runs once for a tensor they share."""
+        return _Shared(multiply, self.sizes).forwards()
+
+
+class _Shared:
+    """A product's columns, handed out to its layers in their order, once each."""
+
+    def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
+        self._multiply, self._sizes = multiply, list(sizes)
+        self._x: Tensor | None = None
+        self._columns: Sequence[Tensor] = ()
+        self._next = 0
+
+    def forwards(self) -> list[Callable[[Tensor], Tensor]]:
+        if len(self._sizes) == 1:
+            return [self._multiply]
+        return [partial(self._take, i) for i in range(len(self._sizes))]
+
+    def forget(self) -> None:
+        self._x, self._columns = None, ()
+
+    def _take(self, i: int, x: Tensor) -> Tensor:
+        # A tensor that comes a second time may have been written to.
+        if x is not self._x or i < self._next:
+            self._x, self._columns = x, self._multiply(x).split(self._sizes, dim=-1)
+        out, self._next = self._columns[i], i + 1
+        if self._next == len(self._sizes):
+            self.forget()
+        return out
 
 
 def weight_state(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:

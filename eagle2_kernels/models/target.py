@@ -328,11 +328,13 @@ class TargetModel:
 
     def _measure_rows(self) -> int | None:
         most = 32
-        shapes = {
-            (*m.weight.shape, m.weight.dtype, m.weight.device, m.bias is None, self.is_packed(m))
-            for m in self.hf_model.modules()
-            if isinstance(m, nn.Linear)
-        }
+        shapes = set()
+        for m in self.hf_model.modules():
+            if isinstance(m, nn.Linear):
+                columns = self._packed_columns(m)
+                size = m.out_features if columns is None else columns, m.in_features
+                kind = m.weight.dtype, m.weight.device, m.bias is None
+                shapes.add((*size, *kind, columns is not None))
         smallest = 1
         for out_features, in_features, dtype, device, no_bias, packed in shapes:
             x, weight = (t.to(device, dtype) for t in _cancelling(most, in_features, out_features))
@@ -349,7 +351,11 @@ class TargetModel:
 
     def is_packed(self, linear: nn.Linear) -> bool:
         """Whether this layer of the model runs from packed weights in `forward` and `logits`."""
-        return linear in self._packed_base or linear in self._packed_head
+        return self._packed_columns(linear) is not None
+
+    def _packed_columns(self, linear: nn.Linear) -> int | None:
+        base = self._packed_base.out_features(linear)
+        return self._packed_head.out_features(linear) if base is None else base
 
     def _check_kind(self) -> None:
         model, config = self.hf_model, self.config
