@@ -130,11 +130,14 @@ def refeed(
     K/V that tree rows of the last step left in these slots are overwritten.
     """
     rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-    with in_use(head.packed):
-        x = head.inputs(token_ids, head.fuse(features))
-        q, k, v = head.project_qkv(x, prefix_lens[:, None] + rows)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         write_kv(cache.k, cache.v, k, v, prefix_lens, lengths)
-        return head.finish(x, tree_attention(q, cache.k, cache.v, prefix_lens))
+        return tree_attention(q, cache.k, cache.v, prefix_lens)
+
+    with in_use(head.packed):
+        fused = head.fuse(features)
+    return head.advance(token_ids, fused, prefix_lens[:, None] + rows, attend)
 
 
 class HeadDrafter:
@@ -161,12 +164,14 @@ class HeadDrafter:
         top_k = tokens.shape[1]
         tree_len = (level + 1) * top_k
         words = mask[..., : (tree_len + 63) // 64]
-        with in_use(head.packed):
-            x = head.inputs(tokens, take_rows(self._hidden, rows))
-            q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])
-            write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)
-            attn = tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
-            self._hidden = head.finish(x, attn)
+        first = prefix_lens + level * top_k
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            write_kv(cache.k, cache.v, k, v, first)
+            return tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
+
+        positions = (prefix_lens.long() + level)[:, None].expand(tokens.shape)
+        self._hidden = head.advance(tokens, take_rows(self._hidden, rows), positions, attend)
         return head.logits(self._hidden)
 
 

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _checks
-from .packed import PackedLinears, can_pack, pack_linear, weight_state
+from .compiled import Attend, CompiledPart, Kernels, TensorSpec, refuse_modules
+from .packed import PackedLinears, can_pack, in_use, pack_linear, weight_state
 
 __all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
 
@@ -196,13 +198,14 @@ class EagleHead(nn.Module):
         self.embed_scale = 1.0
         self.own_embedding = False
         self.packed = PackedLinears()
+        self._compiled: CompiledPart | None = None
         self._packed_lm_head: tuple[Tensor, tuple[int, ...], Callable[[Tensor], Tensor]] | None = (
             None
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not packed, see PackedLinears.
-        return self.__dict__ | {"_packed_lm_head": None}
+        # A copy is neither packed, see PackedLinears, nor compiled.
+        return self.__dict__ | {"_packed_lm_head": None, "_compiled": None}
 
     def _widths(self) -> tuple[int, int]:
         """Inputs of fc, and of q, k and v."""
@@ -327,6 +330,38 @@ class EagleHead(nn.Module):
             self._packed_lm_head = weight, state, linear
         return self
 
+    @torch.inference_mode()
+    def compile_layer(self) -> EagleHead:
+        """Let `advance` run in fused kernels; self. Call it after `bind` and `pack_weights`.
+
+        See `compiled.py`. Raises as `TargetModel.compiled`.
+        """
+        name = f"the {type(self).__name__}"
+        refuse_modules(name, self)
+        dtype = self.fc.weight.dtype
+
+        def advance(attend: Attend, *inputs: Tensor) -> Tensor:
+            tokens, features, positions = inputs
+            return self._advance(tokens, features, positions, partial(attend, 1))
+
+        self._compiled = CompiledPart(
+            name,
+            advance,
+            self,
+            self.packed.inside(self),
+            [
+                TensorSpec(("B", "N"), torch.int64),
+                TensorSpec(("B", "N", self._fused_size()), dtype),
+                TensorSpec(("B", "N"), torch.int64),
+            ],
+            Kernels(),
+        )
+        return self
+
+    def _fused_size(self) -> int:
+        """Width of what `fuse` gives."""
+        return self.feature_size
+
     def target_problems(self, model: nn.Module) -> list[str]:
         """Why the head cannot be bound to this Hugging Face causal LM; empty when it can."""
         c, problems = self.config, []
@@ -409,6 +444,29 @@ class EagleHead(nn.Module):
         """
         e = self.embed(tokens).to(self.fc.weight.dtype)
         return self.fc(torch.cat((e, features.to(e.dtype)), dim=-1))
+
+    def advance(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Return `g` of rows that attend to each other as `attend` says: all of a draft step.
+
+        tokens and positions [B, N] int64; features [B, N, H] from `fuse`, or the head's own output;
+        attend(q [B, N, Hq, D], k, v [B, N, Hkv, D]) -> [B, N, Hq, D] stores k and v too. From
+        packed weights and in fused kernels, where the head has them.
+        """
+        compiled = self._compiled
+        if compiled is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            with in_use(self.packed):
+                return self._advance(tokens, features, positions, attend)
+        compiled.refresh()
+        given = tokens, features.to(self.fc.weight.dtype), positions
+        return compiled(attend, [given[i] for i in compiled.used])
+
+    def _advance(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        x = self.inputs(tokens, features)
+        return self.finish(x, attend(*self.project_qkv(x, positions)))
 
     def project_qkv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v = rope(W_q x), rope(W_k x), W_v x.
@@ -544,6 +602,9 @@ class Eagle3Head(EagleHead):
         if config.fc_norm:
             count = self._num_taps()
             self.fc_norm = nn.ModuleList(norm(self.feature_size // count) for _ in range(count))
+
+    def _fused_size(self) -> int:
+        return self.config.hidden_size
 
     def _num_taps(self) -> int:
         return 3 if self.config.aux_layers is None else len(self.config.aux_layers)

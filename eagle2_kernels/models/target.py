@@ -9,8 +9,10 @@ implementation is what it was whenever no forward of ours is running.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import tree_attention
 from ..cache import write_kv
+from .compiled import CompiledPart, Kernels, find_specs, refuse_modules
 from .packed import PackedLinears, in_use, one_at_a_time, pack_linear
 
 __all__ = ["SlotCache", "TargetModel", "load_target_model"]
@@ -98,6 +101,38 @@ class _Call:
     depths: Tensor | None
     lengths: Tensor | None
 
+    def attend(
+        self, i: int, query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None = None
+    ) -> Tensor:
+        """Layer i's attention: q, k, v [B, H, N, D] -> [B, N, Hq, D]."""
+        layer, k, v = self.layers[i], self.cache.k[i], self.cache.v[i]
+        rows = key.transpose(1, 2), value.transpose(1, 2)
+        write_kv(k, v, *rows, self.prefix_lens, self.lengths)
+        return tree_attention(
+            query.transpose(1, 2),
+            k,
+            v,
+            self.prefix_lens,
+            self.tree_mask,
+            depths=None if layer.window is None else self.depths,
+            sm_scale=layer.scaling,
+            softcap=layer.softcap,
+            window=layer.window,
+            sinks=s_aux,
+        )
+
+
+@dataclass
+class _TracedCall:
+    """What stands for a `_Call` while a layer is traced."""
+
+    emit: Callable[..., Tensor]
+
+    def attend(
+        self, i: int, query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None = None
+    ) -> Tensor:
+        return self.emit(2, query, key, value, *([] if s_aux is None else [s_aux]))
+
 
 def _tree_attention_function(
     module: nn.Module,
@@ -107,7 +142,7 @@ def _tree_attention_function(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
-    eagle2: _Call | None = None,
+    eagle2: _Call | _TracedCall | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if eagle2 is None:
@@ -115,22 +150,97 @@ def _tree_attention_function(
             f"attention {_ATTENTION!r} runs inside TargetModel only: it needs the call's slot cache"
         )
     i: int = module.layer_idx  # type: ignore[assignment]
-    layer, cache = eagle2.layers[i], eagle2.cache
-    k, v = cache.k[i], cache.v[i]
-    write_kv(k, v, key.transpose(1, 2), value.transpose(1, 2), eagle2.prefix_lens, eagle2.lengths)
-    out = tree_attention(
-        query.transpose(1, 2),
-        k,
-        v,
-        eagle2.prefix_lens,
-        eagle2.tree_mask,
-        depths=None if layer.window is None else eagle2.depths,
-        sm_scale=layer.scaling,
-        softcap=layer.softcap,
-        window=layer.window,
-        sinks=s_aux,
-    )
-    return out, None
+    return eagle2.attend(i, query, key, value, s_aux), None
+
+
+class _CompiledLayers:
+    """A model's decoder layers in fused kernels, in the `over` block; see `compiled.py`.
+
+    ``blocks`` are the layers, ``calls`` the arguments of each in two forwards of ``sizes``
+    (requests, rows) each: what changed between them is a number of requests or rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        blocks: Sequence[nn.Module],
+        calls: Sequence[Sequence[tuple[Any, Any]]],
+        sizes: tuple[tuple[int, int], tuple[int, int]],
+        packed: PackedLinears,
+    ) -> None:
+        self.kernels = Kernels()
+        self._blocks = list(blocks)
+        self._rest = packed.without(blocks)
+        self._parts: list[CompiledPart] = []
+        self._paths: list[list[tuple[Any, ...]]] = []
+        for i, (block, *pair) in enumerate(zip(blocks, *calls, strict=True)):
+            where = f"layer {i} of {name}"
+            refuse_modules(where, block)
+            paths, tensors = zip(*_tensors_in(pair[0]), strict=True)
+            others = [t for _, t in _tensors_in(pair[1])]
+            try:
+                specs = find_specs(tensors, sizes[0], others, sizes[1])
+            except ValueError as error:
+                raise ValueError(f"compile: {where} {error}: not supported") from error
+            function = partial(_call_layer, block, pair[0], paths)
+            products = packed.inside(block)
+            part = CompiledPart(where, function, block, products, specs, self.kernels)
+            self._parts.append(part)
+            self._paths.append([paths[j] for j in part.used])
+
+    @contextmanager
+    def over(self, call: _Call) -> Iterator[None]:
+        with in_use(self._rest):
+            try:
+                for i, (block, part) in enumerate(zip(self._blocks, self._parts, strict=True)):
+                    part.refresh()
+                    block.__dict__["forward"] = partial(
+                        _run_layer, part, self._paths[i], partial(call.attend, i)
+                    )
+                yield
+            finally:
+                for block in self._blocks:
+                    block.__dict__.pop("forward", None)
+
+
+def _run_layer(
+    part: CompiledPart, paths: list[tuple[Any, ...]], attend: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    tensors = []
+    for path in paths:
+        value: Any = (args, kwargs)
+        for key in path:
+            value = value[key]
+        tensors.append(value)
+    return part(attend, tensors)
+
+
+def _call_layer(
+    block: nn.Module, arguments: Any, paths: Sequence[Any], emit: Any, *tensors: Tensor
+) -> Tensor:
+    """Run a layer's own code with ``tensors`` in the places ``paths`` of ``arguments``."""
+    args, kwargs = _replaced(arguments, dict(zip(paths, tensors, strict=True)), ())
+    kwargs[_KEYWORD] = _TracedCall(emit)
+    output = type(block).forward(block, *args, **kwargs)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"expected a tensor from the layer, got {type(output).__name__}")
+    return output
+
+
+def _tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list, dict)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(part, (*path, key))
+
+
+def _replaced(value: Any, tensors: dict[Any, Tensor], path: tuple[Any, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(part, tensors, (*path, key)) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replaced(part, tensors, (*path, i)) for i, part in enumerate(value))
+    return tensors.get(path, value)
 
 
 class TargetModel:
@@ -187,6 +297,11 @@ class TargetModel:
         self.pack_weights = pack_weights
         self._packed_base = PackedLinears(*([self._base] if pack_weights else []))
         self._packed_head = PackedLinears(*([self._lm_head] if pack_weights else []))
+        self._compiled: _CompiledLayers | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has weights of its own: it is not compiled, as it is not packed.
+        return self.__dict__ | {"_compiled": None}
 
     @property
     def hidden_size(self) -> int:
@@ -265,13 +380,83 @@ class TargetModel:
             for config in self._configs:
                 config._attn_implementation_internal = _ATTENTION
             try:
-                with in_use(self._packed_base):
+                with self._fast_layers(call):
                     return self._base(
                         input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
                     ).last_hidden_state
             finally:
                 for config, name in zip(self._configs, before, strict=True):
                     config._attn_implementation_internal = name
+
+    def _fast_layers(self, call: _Call) -> AbstractContextManager[Any]:
+        if self._compiled is None or torch.compiler.is_compiling():
+            return in_use(self._packed_base)
+        return self._compiled.over(call)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether this is what `compiled` returned."""
+        return self._compiled is not None
+
+    @torch.inference_mode()
+    def compiled(self) -> TargetModel:
+        """A twin of this target, over the same model, whose decoder layers are fused kernels.
+
+        Layers of the same code are compiled once, for any number of requests and rows. The twin's
+        numbers are those of a compiled forward: close to this one's, not bit-equal. Weights may be
+        changed afterwards, their dtype and device may not; Python values inside the layers were
+        read for good. A copy (`copy.deepcopy`, pickle) of the twin is not compiled.
+
+        Raises:
+            ValueError: the model is not on a CPU, or its layers cannot be told apart, are not plain
+                code (hooks, forwards put in place, weights of their own kind) or cannot be traced:
+                the message names the layer.
+            RuntimeError: Inductor found no C++ compiler.
+        """
+        if self.is_compiled:
+            return self
+        if self.device.type != "cpu":
+            raise ValueError(
+                f"compile: expected the target on a CPU, got {self.device}; cuda_graph is for GPUs"
+            )
+        if not self._blocks:
+            raise ValueError(f"compile: {self._name} keeps its layers in no list")
+        sizes = (2, 3), (5, 7)
+        with one_at_a_time(self.hf_model):
+            calls = [self._layer_arguments(*size) for size in sizes]
+            implementations = [config._attn_implementation_internal for config in self._configs]
+            twin = copy.copy(self)
+            twin._row_invariant = None
+            try:
+                for config in self._configs:
+                    config._attn_implementation_internal = _ATTENTION
+                twin._compiled = _CompiledLayers(
+                    self._name, self._blocks, calls, sizes, self._packed_base
+                )
+            finally:
+                for config, name in zip(self._configs, implementations, strict=True):
+                    config._attn_implementation_internal = name
+        return twin
+
+    def _layer_arguments(self, batch: int, rows: int) -> list[tuple[Any, Any]]:
+        """What the model passes to each layer in a forward of this size."""
+        seen: dict[int, tuple[Any, Any]] = {}
+
+        def record(i: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+            seen[i] = args, {k: v for k, v in kwargs.items() if k != _KEYWORD}
+
+        handles = [
+            block.register_forward_pre_hook(partial(record, i), with_kwargs=True)
+            for i, block in enumerate(self._blocks)
+        ]
+        try:
+            positions = torch.arange(rows, device=self.device).repeat(batch, 1)
+            prefix_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
+            self.forward(self.new_cache(batch, rows), positions * 0, positions, prefix_lens)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [seen[i] for i in range(len(self._blocks))]
 
     def forward_tapped(
         self, taps: Sequence[int], *args: Any, **kwargs: Any
