@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "../address.h"
@@ -197,9 +196,11 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index
   const auto lens = view<int32_t, 1>(prefix_lens, "prefix_lens");
   check_shape(lens, "prefix_lens", {batch});
   const auto table = view_table(page_table, batch);
-  std::vector<Rows> caches;
+  // The calling thread's; the others see it through the reference.
+  thread_local std::vector<Rows> rows_of_caches;
+  std::vector<Rows>& caches = rows_of_caches;
+  caches.clear();
   int64_t bytes = 1;
-  caches.reserve(kv_caches.size());
   for (const Tensor& cache : kv_caches) {
     caches.push_back(rows_of(cache, "kv_caches"));
     check_written(cache, "kv_caches");
@@ -210,10 +211,12 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index
   parallel_for(
       static_cast<int64_t>(caches.size()) * batch, grain_of(bytes),
       [&](int64_t begin, int64_t end) {
-        const std::unique_ptr<char[]> staged(new char[static_cast<size_t>(bytes)]);
-        std::vector<char*> rows(2 * static_cast<size_t>(index.size[1]));
+        thread_local std::vector<char> staged;
+        thread_local std::vector<char*> rows;
+        staged.resize(static_cast<size_t>(bytes));
+        rows.resize(2 * static_cast<size_t>(index.size[1]));
         int32_t shared = 0;
-        const MoveScratch scratch{rows.data(), rows.data() + index.size[1], &shared, staged.get()};
+        const MoveScratch scratch{rows.data(), rows.data() + index.size[1], &shared, staged.data()};
         for (int64_t task = begin; task < end; ++task) {
           const Rows& cache = caches[task / batch];
           const int64_t b = task % batch;

@@ -221,7 +221,8 @@ void retrieve_indices_out(const Tensor& parents, const Tensor& num_nodes, int64_
   const Packed<int32_t, 1> counts(num_nodes, "num_nodes", {batch});
   int64_t* rows = output<int64_t, 3>(indices, "indices", {batch, n, width});
   parallel_for(batch, grain_for(n), [&](int64_t begin, int64_t end) {
-    std::vector<int32_t> children(static_cast<size_t>(n));
+    thread_local std::vector<int32_t> children;
+    children.resize(static_cast<size_t>(n));
     int32_t sums[2];
     for (int64_t b = begin; b < end; ++b) {
       leaf_paths(SoloTeam{}, up.row(b), static_cast<int32_t>(n), counts[b], width, children.data(),

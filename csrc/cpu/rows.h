@@ -120,8 +120,8 @@ class TopK {
     }
   }
 
-  // Best first.
-  const std::vector<Ranked<T>>& finish() {
+  // Best first; until the next start.
+  std::vector<Ranked<T>>& finish() {
     if (static_cast<int64_t>(kept_.size()) > k_) shrink();
     std::sort(kept_.begin(), kept_.end(), better<T>);
     return kept_;

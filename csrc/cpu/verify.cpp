@@ -113,15 +113,15 @@ class Sampler {
     const int64_t vocab = static_cast<int64_t>(row.size());
     const T temperature = static_cast<T>(f.temperature);
     if (f.top_k > 0 && f.top_k < vocab) {
-      TopK<T> top;
+      thread_local TopK<T> top;
       top.start(f.top_k);
       top.feed(row.data(), vocab, 0);
-      std::vector<Ranked<T>> kept = top.finish();
+      std::vector<Ranked<T>>& kept = top.finish();
       if (f.top_p < 1) cut_top_p(kept, best.value, temperature, f.top_p);
       return draw_from(row, kept, best, temperature, f.min_p, noise);
     }
     if (f.top_p < 1) {
-      const std::vector<Ranked<T>> kept = keep_top_p(row, best, temperature, f.top_p);
+      const std::vector<Ranked<T>>& kept = keep_top_p(row, best, temperature, f.top_p);
       return draw_from(row, kept, best, temperature, f.min_p, noise);
     }
     return draw_from_all(row, best, temperature, f.min_p, noise);
@@ -150,10 +150,11 @@ class Sampler {
   }
 
   // The same cut for a whole row: masses are summed in bins by scaled logit, whole bins above the
-  // cut are taken as they are, and only the bin that holds the cut is sorted.
+  // cut are taken as they are, and only the bin that holds the cut is sorted. The result is the
+  // thread's, until the next call.
   template <typename T>
-  static std::vector<Ranked<T>> keep_top_p(const std::vector<T>& row, const Ranked<T>& best,
-                                           T temperature, double top_p) {
+  static const std::vector<Ranked<T>>& keep_top_p(const std::vector<T>& row, const Ranked<T>& best,
+                                                  T temperature, double top_p) {
     constexpr int kBins = 4096;
     constexpr T kBinsPerUnit = 128;  // e^-32 of the largest mass falls into the last bin
     const int64_t vocab = static_cast<int64_t>(row.size());
@@ -179,7 +180,9 @@ class Sampler {
     int cut = 0;
     while (cut < kBins - 1 && sum + bins[cut] < limit) sum += bins[cut++];
 
-    std::vector<Ranked<T>> kept, edge;
+    thread_local std::vector<Ranked<T>> kept, edge;
+    kept.clear();
+    edge.clear();
     for (int64_t v = 0; v < vocab; ++v) {
       if (mass[v] < tiny) continue;
       const int bin = bin_of(scaled[v]);
@@ -422,7 +425,8 @@ void verify_tree_out(const Tensor& target_tokens, const Tensor& draft_tokens,
   const int64_t batch = targets.size(0);
   const Links links(draft_tokens, first_child, next_sibling, num_nodes, batch, targets.size(1));
   const Accepted accepted(accept_index, accept_length, bonus_token, batch, max_depth);
-  std::vector<int64_t> emitted(static_cast<size_t>(accepted.width));
+  thread_local std::vector<int64_t> emitted;
+  emitted.resize(static_cast<size_t>(accepted.width));
   for (int64_t b = 0; b < batch; ++b) {
     if (!links.active(b)) continue;
     const int64_t* row = targets.row(b);
