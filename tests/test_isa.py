@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from native_core import compile_native
 
 from eagle2_kernels import _library
 
-LEVELS = ["portable", "avx2", "avx512", "avx512_bf16"]
+# The model of the matrix unit needs what avx512_bf16 needs; the unit itself may be missing there.
+LEVELS = ["portable", "avx2", "avx512", "avx512_bf16", "amx_model", "amx"]
 
 
 def level(wish: str | None = None, best: str | None = None) -> str:
@@ -24,18 +27,23 @@ def level(wish: str | None = None, best: str | None = None) -> str:
     return choose(*(None if x is None else x.encode() for x in (wish, best))).decode()
 
 
-HERE = LEVELS[: LEVELS.index(level()) + 1]
+HERE = [name for name in LEVELS if level(name) == name]
 
 
-@pytest.mark.parametrize("name", HERE[:-1])
+@pytest.mark.parametrize("name", [name for name in HERE if name != level()])
 def test_tables_at_each_level(name):
-    """The attention and top-k tables; the rest of the suite runs at the best level."""
+    """The attention and top-k tables; the rest of the suite runs at the best level.
+
+    The levels of the matrix unit differ from avx512_bf16 in attention over bfloat16 alone.
+    """
     chosen = (
         "matches_oracle or (plain_decoding and seed0) or exponential or every_float8"
         " or shared_by_tasks or (invisible_slots and paged and nan) or (shows_it and tree and nan)"
         " or independent_of_layout or any_call or tie or equals_the_oracle or nan_and_infinite"
         " or brute_force or certain_token"
     )
+    if name.startswith("amx"):
+        chosen = f"({chosen}) and (bfloat16 or any_call or any_size or any_slot_order or latent)"
     tests = [str(Path(__file__).with_name(f"test_{room}.py")) for room in ("attention", "expand")]
     pytest_run = "-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()
     run = subprocess.run(
@@ -60,18 +68,83 @@ def test_the_report_names_the_level():
 def test_a_level_is_what_was_asked_for_or_an_error():
     for best in LEVELS:
         assert level("", best) == best
+        here = LEVELS[: LEVELS.index(best) + 1]
         for wish in LEVELS:
-            if LEVELS.index(wish) <= LEVELS.index(best):
+            if wish in here or (wish, best) == ("amx_model", "avx512_bf16"):
                 assert level(wish, best) == wish
             else:
                 assert level(wish, best) == (
                     f"EAGLE2_CPU_ISA: this CPU has no {wish}, its best level is {best}"
                 )
-    for wish in ("amx", "AVX2", "avx", "avx512_bf16 "):
+    for wish in ("AMX", "AVX2", "avx", "avx512_bf16 "):
         assert level(wish, "avx512_bf16") == (
-            "EAGLE2_CPU_ISA: expected portable, avx2, avx512 or avx512_bf16 "
-            f"(there are no kernels for AMX), got '{wish}'"
+            "EAGLE2_CPU_ISA: expected portable, avx2, avx512, avx512_bf16, amx_model or amx, "
+            f"got '{wish}'"
         )
+
+
+def test_the_matrix_unit_is_used_only_with_the_kernels_permission():
+    """Asked in a fresh process: the CPU's flags, then what Linux says it lets the process use."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    code = (
+        "import ctypes\nfrom eagle2_kernels import _library\n"
+        "choose = ctypes.CDLL(str(_library.load()['_C'].path)).eagle2_choose_isa\n"
+        "choose.restype, choose.argtypes = ctypes.c_char_p, (ctypes.c_char_p,) * 2\n"
+        "best = choose(b'', None).decode()\n"
+        "permitted = ctypes.c_ulong()\n"
+        "ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(permitted))\n"  # ARCH_GET_XCOMP_PERM
+        "print(best, permitted.value >> 18 & 1)\n"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    best, permitted = run.stdout.split()
+    assert (best == "amx") == (permitted == "1" and {"amx_tile", "amx_bf16"} <= set(flags))
+
+
+def test_the_model_of_the_matrix_unit(tmp_path):
+    """Order of sums, roundings, flushed subnormals, shapes; a misuse ends the process."""
+    compile_native("tile_model.cpp", tmp_path / "tile_model")
+    run = subprocess.run([tmp_path / "tile_model"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    misuse = subprocess.run([tmp_path / "tile_model", "misuse"], capture_output=True)
+    assert misuse.returncode == -signal.SIGABRT
+
+
+def attention_bits(name: str) -> str:
+    """A digest of bfloat16 attention at a level: a tree, odd sizes, subnormals among the values."""
+    code = (
+        "import hashlib, torch, eagle2_kernels as ek\n"
+        "from cases import AttentionCase, attention_inputs\n"
+        "digest = hashlib.sha256()\n"
+        "for case in (AttentionCase(40, (6, 2), 37, 120), AttentionCase(9, (4, 1), 128, 700)):\n"
+        "    x = attention_inputs(case, torch.bfloat16)\n"
+        "    x.v_cache[:, ::7] *= 2.0**-125\n"
+        "    out = ek.tree_attention(*x.args, **x.kwargs)\n"
+        "    digest.update(out.view(torch.int16).numpy().tobytes())\n"
+        "print(digest.hexdigest())\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ
+        | {"EAGLE2_CPU_ISA": name}
+        | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+if "amx_model" in HERE:
+
+    def test_the_matrix_unit_sums_in_an_order_of_its_own():
+        """So that the levels of the unit are seen to be in use."""
+        assert attention_bits("amx_model") != attention_bits("avx512_bf16")
+
+
+if "amx" in HERE:
+
+    def test_the_matrix_unit_and_its_model_give_the_same_bits():
+        assert attention_bits("amx") == attention_bits("amx_model")
 
 
 def test_an_unknown_level_is_an_error_of_the_call():

@@ -23,7 +23,9 @@ const AttentionKernels& kernels() {
 #ifdef EAGLE2_X86_LEVELS
       case Isa::kAvx512Bf16: {
         AttentionKernels level = avx512::kAttention;
-        level.bfloat16 = avx512_bf16::kBFloat16;
+        level.bfloat16 = cpu_level().matrix == Matrix::kAmx     ? amx::kBFloat16
+                         : cpu_level().matrix == Matrix::kModel ? amx_model::kBFloat16
+                                                                : avx512_bf16::kBFloat16;
         return level;
       }
       case Isa::kAvx512:

@@ -96,7 +96,13 @@ extern const AttentionKernels kAttention;
 namespace avx512 {
 extern const AttentionKernels kAttention;
 }
-namespace avx512_bf16 {  // the other types as in avx512
+namespace avx512_bf16 {  // the other types as in avx512, here and below
+extern const AttentionKernel kBFloat16;
+}
+namespace amx {
+extern const AttentionKernel kBFloat16;
+}
+namespace amx_model {  // the same on a software model of the matrix unit
 extern const AttentionKernel kBFloat16;
 }
 

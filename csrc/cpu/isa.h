@@ -18,11 +18,21 @@ enum class Isa {
   kAvx512Bf16,  // vdpbf16ps: products of bfloat16 pairs, summed in float32
 };
 
-// portable, avx2, avx512, avx512_bf16.
-const char* isa_name(Isa isa);
+// The matrix unit (AMX: amx-tile, amx-bf16) beside kAvx512Bf16. The model does in software what the
+// unit does; only EAGLE2_CPU_ISA=amx_model asks for it, to test the kernel without the unit.
+enum class Matrix { kNone, kModel, kAmx };
 
-// The level in use, decided at the first call. Throws when EAGLE2_CPU_ISA names no level or one
-// that this CPU does not have: a forced level never falls back.
-Isa cpu_isa();
+struct Level {
+  const char* name;
+  Isa isa;
+  Matrix matrix;
+};
+
+// portable, avx2, avx512, avx512_bf16, amx_model, amx: the one in use, decided at the first call.
+// Throws when EAGLE2_CPU_ISA names no level or one that this CPU does not have: a forced level
+// never falls back.
+const Level& cpu_level();
+
+inline Isa cpu_isa() { return cpu_level().isa; }
 
 }  // namespace eagle2

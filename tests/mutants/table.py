@@ -63,7 +63,7 @@ class Mutant:
 
     def missing(self) -> str:
         """The module it needs, where that is not installed, or the level this CPU lacks."""
-        if self.isa == "avx512_bf16" and " avx512_bf16 " not in cpu_flags():
+        if self.isa in ("avx512_bf16", "amx_model") and " avx512_bf16 " not in cpu_flags():
             return self.isa
         return self.needs if self.needs and importlib.util.find_spec(self.needs) is None else ""
 
@@ -100,7 +100,8 @@ def killers(mutant: Mutant) -> list[str]:
     return own + [f"tests/{test}" for test in mutant.tests.split()]
 
 
-KERNEL = "csrc/cpu/attention_kernel.h"
+KERNEL = [f"csrc/cpu/attention_{x}.h" for x in ("vectors", "products", "views", "kernel")]
+TILES = "csrc/cpu/attention_tile_products.h"
 ATTENTION = "csrc/cpu/attention.cpp"
 TREE = "csrc/tree.h"
 EXPAND = "csrc/cpu/expand.cpp"
@@ -117,16 +118,26 @@ TARGET = "eagle2_kernels/models/target.py"
 DRAFT = "eagle2_kernels/models/draft.py"
 
 
+def kernel_file(old: str) -> str:
+    """The part of the attention kernel that holds ``old``."""
+    root = TESTS.parent
+    return next((f for f in KERNEL if old in (root / f).read_text()), KERNEL[-1])
+
+
 def kernel(old: str, new: str, slugs: str, **more) -> Mutant:
     """A mutant of the attention kernel, at the level that compiles fastest."""
-    return Mutant(KERNEL, old, new, slugs, objects="attention_portable", isa="portable", **more)
+    more = {"objects": "attention_portable", "isa": "portable"} | more
+    return Mutant(kernel_file(old), old, new, slugs, **more)
 
 
 def pairs(old: str, new: str, slugs: str, **more) -> Mutant:
     """A mutant of the attention kernel where it multiplies pairs of bfloat16."""
-    return Mutant(
-        KERNEL, old, new, slugs, objects="attention_avx512_bf16", isa="avx512_bf16", **more
-    )
+    return kernel(old, new, slugs, objects="attention_avx512_bf16", isa="avx512_bf16", **more)
+
+
+def units(old: str, new: str, **more) -> Mutant:
+    """A mutant of the attention kernel where the matrix unit's model multiplies 32 keys at once."""
+    return kernel(old, new, "", objects="attention_amx_model", isa="amx_model", **more)
 
 
 def triton(module: str, old: str, new: str, test: str, slugs: str = "", **more) -> Mutant:
@@ -351,21 +362,21 @@ ATTENTION_MUTANTS = [
         "ragged_batch_has_its_own_positions",
     ),
     pairs(
-        "word[j] = row == nullptr ? zero : row;",
-        "word[j] = row == nullptr ? v_rows[0] : row;",
+        "keys[j] = row == nullptr ? zero : row;",
+        "keys[j] = row == nullptr ? v_rows[0] : row;",
         "",
         tests="test_attention.py::test_poison_outside_the_window_of_a_path",
     ),
     pairs(
-        "add_half(r, zero, v_rows[begin[r]], begin[r] / Pack);",
-        "add_half(r, v_rows[begin[r] - 1], v_rows[begin[r]], begin[r] / Pack);",
+        "keys[j] = begin[r] <= key && key < end[r] ? v_rows[key] : zero;",
+        "keys[j] = v_rows[key];",
         "poison_in_an_invisible_slot",
         tests="test_attention.py::test_invisible_slots_do_not_touch_the_result",
         quick=True,
     ),
     pairs(
-        "add_half(r, v_rows[end[r] - 1], zero, end[r] / Pack);",
-        "add_half(r, v_rows[end[r] - 1], v_rows[end[r] - 1], 0);",
+        "if (end[r] % Unit != 0 && !added) add_unit(r, end[r] / Unit);",
+        "if (end[r] % Unit != 0 && added) add_unit(r, end[r] / Unit);",
         "",
         tests="test_attention.py::test_node_equals_plain_decoding",
     ),
@@ -395,12 +406,59 @@ ATTENTION_MUTANTS = [
     ),
     Mutant(
         "csrc/cpu/isa.cpp",
-        "if (isa <= best) return isa;",
-        "return isa <= best ? isa : best;",
+        "if (level.isa <= best.isa && unit) return level;",
+        "return level.isa <= best.isa && unit ? level : best;",
         "",
         tests="test_isa.py::test_a_level_is_what_was_asked_for_or_an_error",
         objects="isa",
         quick=True,
+    ),
+    Mutant(
+        "csrc/cpu/isa.cpp",
+        "const bool unit = level.matrix != Matrix::kAmx || best.matrix == Matrix::kAmx;",
+        "const bool unit = true;",
+        "",
+        tests="test_isa.py::test_a_level_is_what_was_asked_for_or_an_error",
+        objects="isa",
+    ),
+    # The matrix unit: 32 keys are one product.
+    units(
+        "keys[j] = begin[r] <= key && key < end[r] ? v_rows[key] : zero;",
+        "keys[j] = key < end[r] ? v_rows[key] : zero;",
+        tests="test_attention.py::test_invisible_slots_do_not_touch_the_result",
+    ),
+    units(
+        "!(path && begin[r] / Unit == path_begin[r] / Unit)",
+        "true",
+        tests="test_attention.py::test_node_equals_plain_decoding",
+    ),
+    units(
+        "const bool added = begin[r] % Unit != 0 && begin[r] / Unit == end[r] / Unit;",
+        "const bool added = false;",
+        tests="test_attention.py::test_matches_oracle"
+        " test_attention.py::test_invisible_slots_do_not_touch_the_result",
+    ),
+    units(
+        "const int64_t unit_from = from / kWhole * kWhole, unit_to = round_up(to, kWhole);",
+        "const int64_t unit_from = whole_from, unit_to = whole_to;",
+        tests="test_attention.py::test_node_equals_plain_decoding",
+    ),
+    Mutant(
+        TILES,
+        "a + 16 * a_pitch + i",
+        "a + i",
+        "",
+        tests="test_attention.py::test_matches_oracle",
+        objects="attention_amx_model",
+        isa="amx_model",
+        quick=True,
+    ),
+    Mutant(
+        "csrc/cpu/attention_tiles.h",
+        "even[n] = flushed(std::fma(low, b_low, even[n]));",
+        "odd[n] = flushed(std::fma(low, b_low, odd[n]));",
+        "",
+        tests="test_isa.py::test_the_model_of_the_matrix_unit",
     ),
     # What the oracle and the rules must see beyond the field's reports.
     kernel(
