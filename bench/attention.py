@@ -46,6 +46,8 @@ FLEX = [
     ((32, 8, 128), 2048, 32),
     ((32, 8, 128), 8192, 1),
 ]
+# plain decoding beside a mere read of the same caches, both from memory
+COLD = [((9, 3, 64), 8192, 1), ((32, 8, 128), 8192, 1)]
 # and those also run from shuffled pages and from float8 caches
 OTHER_CACHES = [
     ((9, 3, 64), 2048, 32),
@@ -117,6 +119,12 @@ def shuffled_pages(cache: Tensor) -> tuple[Tensor, Tensor]:
     return pool, order[None].int()
 
 
+def evict(device: torch.device) -> Callable[[], Tensor]:
+    """Writes to more memory than the CPU's caches hold."""
+    other = torch.zeros(32 << 20, device=device)
+    return lambda: other.add_(1)
+
+
 def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
     """One request. K and V are read once; a visible (query, key) pair costs 4 D operations."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -151,6 +159,19 @@ def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
             if quick or ((heads, kv_heads, dim), prefix, nodes) not in FLEX:
                 del providers["FlexAttention compiled"]
             yield Case("tree_attention", shape, providers, check, **work)
+            if not quick and ((heads, kv_heads, dim), prefix, nodes) in COLD:
+                words_of = [x.flatten().view(torch.float32) for x in (k, v)]
+
+                def read(words_of=words_of):
+                    return [x.sum() for x in words_of]
+
+                def check_ours(name, got, check=check):
+                    if name == "ours":
+                        check(name, got)
+
+                both = {"ours": ours, "K and V summed": read}
+                cold = f"{shape}, cold"
+                yield Case("tree_attention", cold, both, check_ours, **work, before=evict(device))
             if quick or ((heads, kv_heads, dim), prefix, nodes) not in OTHER_CACHES:
                 continue
             (k_pool, table), (v_pool, _) = shuffled_pages(k), shuffled_pages(v)

@@ -36,6 +36,7 @@ class Case:
     ``providers`` maps names to calls; "ours" is the library's. ``check`` raises when a provider's
     result is wrong. ``bytes`` and ``flops`` count what any implementation must move and compute.
     ``calls`` is how many calls in a row a sample averages over, for those of a few microseconds.
+    ``before`` runs before each of them, off the clock.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Case:
     flops: int = 0
     dtype: torch.dtype = torch.float32
     calls: int = 1
+    before: Callable[[], object] | None = None
 
 
 @dataclass
@@ -121,6 +123,8 @@ def run(cases: Iterable[Case], machine: Machine, rounds: int) -> list[Row]:
             case.check(name, call())
         for _ in range(rounds):
             for name, call in case.providers.items():
+                if case.before is not None:
+                    case.before()
                 times[name].append(machine.time(call, case.calls))
         floor = machine.floor(case)
         rows += _rows(case, times, floor, machine.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +134,13 @@ def attention_bits(name: str) -> str:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no tiles on other machines")
+def test_the_library_has_the_products_of_the_matrix_unit():
+    """TDPBF16PS of three registers, by its bytes: VEX.F3.0F38.W0 5C."""
+    library = Path(_library.load()["_C"].path).read_bytes()
+    assert re.search(rb"\xc4\xe2[BJRZbjrz]\x5c[\xc0-\xff]", library)
 
 
 if "amx_model" in HERE:
