@@ -173,10 +173,18 @@ void select_beam(const float* scores, int64_t parents, int64_t top_k, int64_t* b
   }
 }
 
-void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
-                     const std::optional<Tensor>& draft_to_target, const Tensor& candidate_tokens,
-                     const Tensor& candidate_scores, const Tensor& beam, const Tensor& beam_tokens,
-                     const Tensor& next_beam_scores, const Tensor& beam_rows) {
+struct ExpandOut {
+  int64_t* candidate_tokens;  // [B, P * K], as the next
+  float* candidate_scores;
+  int64_t *beam, *beam_tokens;  // [B, K], as the next
+  float* beam_scores;
+  int32_t* beam_rows;
+};
+
+// `outputs(batch, candidates)` gives the places to write to, once the inputs are checked.
+template <typename Outputs>
+void expand(const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
+            const std::optional<Tensor>& draft_to_target, const Outputs& outputs) {
   const Logits x = logits_view(logits, "logits");
   const int64_t batch = x.size[0], parents = x.size[1], vocab = x.size[2];
   if (parents < 1) fail("logits: expected at least one parent row, got 0");
@@ -184,6 +192,7 @@ void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t to
   const Packed<float, 2> parent_scores(beam_scores, "beam_scores", {batch, parents});
   const auto map = packed<int64_t, 1>(draft_to_target, "draft_to_target", {vocab});
   const int64_t count = parents * top_k;
+  const ExpandOut out = outputs(batch, count);
   const ExpandArgs args{x,
                         batch,
                         parents,
@@ -191,12 +200,8 @@ void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t to
                         top_k,
                         parent_scores,
                         map,
-                        output<int64_t, 2>(candidate_tokens, "candidate_tokens", {batch, count}),
-                        output<float, 2>(candidate_scores, "candidate_scores", {batch, count})};
-  int64_t* next = output<int64_t, 2>(beam, "beam", {batch, top_k});
-  int64_t* next_tokens = output<int64_t, 2>(beam_tokens, "beam_tokens", {batch, top_k});
-  float* next_scores = output<float, 2>(next_beam_scores, "next_beam_scores", {batch, top_k});
-  int32_t* next_rows = output<int32_t, 2>(beam_rows, "beam_rows", {batch, top_k});
+                        out.candidate_tokens,
+                        out.candidate_scores};
 
   const int64_t grain = std::max<int64_t>(1, 16384 / vocab);
   parallel_for(batch * parents, grain, [&args](int64_t begin, int64_t end) {
@@ -210,32 +215,46 @@ void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t to
     }
   });
   for (int64_t b = 0; b < batch; ++b) {
-    const float* scores = args.candidate_scores + b * count;
-    select_beam(scores, parents, top_k, next + b * top_k);
+    const float* scores = out.candidate_scores + b * count;
+    select_beam(scores, parents, top_k, out.beam + b * top_k);
     for (int64_t j = b * top_k; j < (b + 1) * top_k; ++j) {
-      next_tokens[j] = args.candidate_tokens[b * count + next[j]];
-      next_scores[j] = scores[next[j]];
-      next_rows[j] = static_cast<int32_t>(next[j] / top_k);
+      out.beam_tokens[j] = out.candidate_tokens[b * count + out.beam[j]];
+      out.beam_scores[j] = scores[out.beam[j]];
+      out.beam_rows[j] = static_cast<int32_t>(out.beam[j] / top_k);
     }
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expand_topk(
-    const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
-    const std::optional<Tensor>& draft_to_target) {
-  const Logits x = logits_view(logits, "logits");
-  if (top_k < 1) fail("top_k: expected at least 1, got ", top_k);
-  const int64_t batch = x.size[0], count = x.size[1] * top_k;
-  auto results =
-      std::make_tuple(allocate<int64_t>({batch, count}), allocate<float>({batch, count}),
-                      allocate<int64_t>({batch, top_k}), allocate<int64_t>({batch, top_k}),
-                      allocate<float>({batch, top_k}), allocate<int32_t>({batch, top_k}));
-  std::apply(
-      [&](const auto&... outs) {
-        expand_topk_out(logits, beam_scores, top_k, draft_to_target, outs...);
-      },
-      results);
-  return results;
+void expand_topk_out(const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
+                     const std::optional<Tensor>& draft_to_target, const Tensor& candidate_tokens,
+                     const Tensor& candidate_scores, const Tensor& beam, const Tensor& beam_tokens,
+                     const Tensor& next_beam_scores, const Tensor& beam_rows) {
+  expand(logits, beam_scores, top_k, draft_to_target, [&](int64_t batch, int64_t count) {
+    return ExpandOut{output<int64_t, 2>(candidate_tokens, "candidate_tokens", {batch, count}),
+                     output<float, 2>(candidate_scores, "candidate_scores", {batch, count}),
+                     output<int64_t, 2>(beam, "beam", {batch, top_k}),
+                     output<int64_t, 2>(beam_tokens, "beam_tokens", {batch, top_k}),
+                     output<float, 2>(next_beam_scores, "next_beam_scores", {batch, top_k}),
+                     output<int32_t, 2>(beam_rows, "beam_rows", {batch, top_k})};
+  });
+}
+
+using Expanded = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Expanded expand_topk(const Tensor& logits, const Tensor& beam_scores, int64_t top_k,
+                     const std::optional<Tensor>& draft_to_target) {
+  std::optional<Expanded> results;
+  expand(logits, beam_scores, top_k, draft_to_target, [&](int64_t batch, int64_t count) {
+    results.emplace(allocate<int64_t>({batch, count}), allocate<float>({batch, count}),
+                    allocate<int64_t>({batch, top_k}), allocate<int64_t>({batch, top_k}),
+                    allocate<float>({batch, top_k}), allocate<int32_t>({batch, top_k}));
+    const auto& [tokens, scores, beam, beam_tokens, next_scores, beam_rows] = *results;
+    return ExpandOut{
+        static_cast<int64_t*>(tokens.data_ptr()),    static_cast<float*>(scores.data_ptr()),
+        static_cast<int64_t*>(beam.data_ptr()),      static_cast<int64_t*>(beam_tokens.data_ptr()),
+        static_cast<float*>(next_scores.data_ptr()), static_cast<int32_t*>(beam_rows.data_ptr())};
+  });
+  return *std::move(results);
 }
 
 void extend_draft_tree_out(const Tensor& candidate_parents, const Tensor& draft_mask,
