@@ -62,6 +62,10 @@ DtypeOption = Annotated[
         "of the demo by the machine.",
     ),
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile", help="Fused CPU kernels, compiled first: some ten seconds and g++."),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens at most.")]
 MaxNodes = Annotated[
     int | None,
@@ -93,6 +97,7 @@ def generate(
     target: TargetOption = None,
     draft: DraftOption = None,
     dtype: DtypeOption = None,
+    compile: CompileOption = False,
     max_new_tokens: MaxNewTokens = 128,
     max_nodes: MaxNodes = None,
     tree_top_k: TopK = None,
@@ -147,7 +152,7 @@ def generate(
     if compare and sampling.edits_logits:
         raise typer.BadParameter("--compare decodes without logit bias and penalties")
     message = _read(prompt)
-    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
+    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth, compile)
     ids = _encode(decoder, message, raw)
     text = ""
     if as_json:
@@ -305,6 +310,7 @@ def evaluate_prompts(
     target: TargetOption = None,
     draft: DraftOption = None,
     dtype: DtypeOption = None,
+    compile: CompileOption = False,
     limit: Annotated[int | None, typer.Option(min=1, help="First prompts only.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Every N-th prompt only.")] = 1,
     max_new_tokens: MaxNewTokens = 128,
@@ -336,7 +342,7 @@ def evaluate_prompts(
     if threads:
         torch.set_num_threads(threads)
     chosen = evaluation.read_prompts(prompts)[::every][:limit]
-    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth)
+    decoder = _load(target, draft, dtype, max_nodes, tree_top_k, max_depth, compile)
     helper = None
     if assistant is not None:
         from transformers import AutoModelForCausalLM
@@ -401,6 +407,7 @@ def tune_tree(
     target: TargetOption = None,
     draft: DraftOption = None,
     dtype: DtypeOption = None,
+    compile: CompileOption = False,
     prompts: Annotated[
         str | None, typer.Option(help='A .jsonl file of {"prompt": text} like your traffic.')
     ] = None,
@@ -423,7 +430,7 @@ def tune_tree(
     asked = None
     if prompts is not None:
         asked = [p.text for p in evaluation.read_prompts(prompts)[:limit]]
-    decoder = _load(target, draft, dtype, None, None, None)
+    decoder = _load(target, draft, dtype, None, None, None, compile)
     found = tune.tune(
         decoder,
         asked,
@@ -473,6 +480,7 @@ def _load(
     max_nodes: int | None,
     top_k: int | None,
     max_depth: int | None,
+    compile: bool = False,
 ) -> EagleDecoder:
     import torch
 
@@ -489,9 +497,9 @@ def _load(
     from .demo import load_demo
 
     if target is None or draft is None:
-        decoder = load_demo(dtype=torch_dtype)
+        decoder = load_demo(dtype=torch_dtype, compile=compile)
     else:
-        decoder = EagleDecoder.from_pretrained(target, draft, dtype=torch_dtype)
+        decoder = EagleDecoder.from_pretrained(target, draft, dtype=torch_dtype, compile=compile)
     changes = {"max_nodes": max_nodes, "top_k": top_k, "max_depth": max_depth}
     decoder.config = dataclasses.replace(
         decoder.config, **{k: v for k, v in changes.items() if v is not None}

@@ -111,11 +111,16 @@ def load_tokenizer() -> Any:
     return _transformers().AutoTokenizer.from_pretrained(demo_target_dir())
 
 
-def load_demo(dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> EagleDecoder:
+def load_demo(
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    compile: bool = False,
+) -> EagleDecoder:
     """Return the ready demo decoder: target, shipped head and `.tokenizer`.
 
-    ``dtype`` defaults to `default_dtype()`. Raises DemoUnavailableError when the target cannot be
-    had.
+    ``dtype`` defaults to `default_dtype()`; ``compile`` is `EagleDecoder`'s. Raises
+    DemoUnavailableError when the target cannot be had.
     """
     from eagle2_kernels.decode import EagleDecoder
     from eagle2_kernels.models.heads import EagleHead
@@ -123,7 +128,8 @@ def load_demo(dtype: torch.dtype | None = None, device: torch.device | str = "cp
 
     target = load_target(dtype, device)
     head = EagleHead.from_pretrained(demo_head_dir(), target=target)
-    return EagleDecoder(TargetModel(target, pack_weights=True), head, tokenizer=load_tokenizer())
+    model = TargetModel(target, pack_weights=True)
+    return EagleDecoder(model, head, tokenizer=load_tokenizer(), compile=compile)
 
 
 def _find_gguf() -> Path:
