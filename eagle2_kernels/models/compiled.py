@@ -147,10 +147,9 @@ class Kernels:
         the trace with symbols takes. Raises RuntimeError when Inductor fails.
         """
         graph = trace(False)
-        key = (
-            graph.module.code,
-            tuple((i, graph.inputs[i].shape, graph.inputs[i].dtype) for i in graph.used),
-        )
+        read = [graph.inputs[i] for i in graph.used]
+        layouts = tuple((t.shape, t.stride(), t.dtype) for t in read)
+        key = graph.module.code, tuple(graph.used), layouts
         if key not in self._compiled:
             graph = trace(True)
             inputs = [graph.inputs[i] for i in graph.used]

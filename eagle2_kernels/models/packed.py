@@ -197,7 +197,10 @@ class PackedProduct:
     def __init__(self, modules: Sequence[nn.Linear]) -> None:
         self.modules = list(modules)
         self.sizes = [m.out_features for m in modules]
-        self._seen = [(m, m.weight, m.bias, weight_state(m.weight, m.bias)) for m in modules]
+        self._seen = [
+            (m.__dict__, m._parameters, m.weight, m.bias, weight_state(m.weight, m.bias))
+            for m in modules
+        ]
         weights = [m.weight.detach() for m in modules]
         biases = [m.bias.detach() for m in modules if m.bias is not None]
         self.multiply = pack_linear(
@@ -210,9 +213,7 @@ class PackedProduct:
     def is_current(self) -> bool:
         """Whether the packed copy is of the layers' present weights and they run nothing else."""
         # straight from the dictionaries: this runs for every layer of every forward
-        for module, weight, bias, state in self._seen:
-            own = module.__dict__
-            parameters = own["_parameters"]
+        for own, parameters, weight, bias, state in self._seen:
             if (
                 parameters["weight"] is not weight
                 or parameters["bias"] is not bias
@@ -243,13 +244,13 @@ class PackedProduct:
 
 
 class _Shared:
-    """A product's columns, handed out to its layers in their order, once each."""
+    """A product's columns, handed out to each of its layers once."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor], sizes: Sequence[int]) -> None:
         self._multiply, self._sizes = multiply, list(sizes)
         self._x: Tensor | None = None
         self._columns: Sequence[Tensor] = ()
-        self._next = 0
+        self._taken: set[int] = set()
 
     def forwards(self) -> list[Callable[[Tensor], Tensor]]:
         if len(self._sizes) == 1:
@@ -260,22 +261,21 @@ class _Shared:
         self._x, self._columns = None, ()
 
     def _take(self, i: int, x: Tensor) -> Tensor:
-        # A tensor that comes a second time may have been written to.
-        if x is not self._x or i < self._next:
+        # A tensor that comes to a layer a second time may have been written to.
+        if x is not self._x or i in self._taken:
             self._x, self._columns = x, self._multiply(x).split(self._sizes, dim=-1)
-        out, self._next = self._columns[i], i + 1
-        if self._next == len(self._sizes):
+            self._taken.clear()
+        out = self._columns[i]
+        self._taken.add(i)
+        if len(self._taken) == len(self._sizes):
             self.forget()
         return out
 
 
 def weight_state(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     """What changes when a linear layer's weights are written or replaced."""
-    if bias is None:
-        return _version(weight), weight.data_ptr()
-    return _version(weight), weight.data_ptr(), _version(bias), bias.data_ptr()
-
-
-def _version(tensor: Tensor) -> int:
     # inference tensors count no versions
-    return 0 if tensor.is_inference() else tensor._version
+    version = 0 if weight.is_inference() else weight._version
+    if bias is None:
+        return version, weight.data_ptr()
+    return version, weight.data_ptr(), *weight_state(bias, None)

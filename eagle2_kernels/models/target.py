@@ -171,8 +171,7 @@ class _CompiledLayers:
         self.kernels = Kernels()
         self._blocks = list(blocks)
         self._rest = packed.without(blocks)
-        self._parts: list[CompiledPart] = []
-        self._paths: list[list[tuple[Any, ...]]] = []
+        self._layers: list[_CompiledLayer] = []
         for i, (block, *pair) in enumerate(zip(blocks, *calls, strict=True)):
             where = f"layer {i} of {name}"
             refuse_modules(where, block)
@@ -185,34 +184,40 @@ class _CompiledLayers:
             function = partial(_call_layer, block, pair[0], paths)
             products = packed.inside(block)
             part = CompiledPart(where, function, block, products, specs, self.kernels)
-            self._parts.append(part)
-            self._paths.append([paths[j] for j in part.used])
+            self._layers.append(_CompiledLayer(part, [paths[j] for j in part.used]))
 
     @contextmanager
     def over(self, call: _Call) -> Iterator[None]:
         with in_use(self._rest):
             try:
-                for i, (block, part) in enumerate(zip(self._blocks, self._parts, strict=True)):
-                    part.refresh()
-                    block.__dict__["forward"] = partial(
-                        _run_layer, part, self._paths[i], partial(call.attend, i)
-                    )
+                for i, (block, layer) in enumerate(zip(self._blocks, self._layers, strict=True)):
+                    layer.part.refresh()
+                    layer.attend = partial(call.attend, i)
+                    block.__dict__["forward"] = layer.forward
                 yield
             finally:
-                for block in self._blocks:
+                for block, layer in zip(self._blocks, self._layers, strict=True):
                     block.__dict__.pop("forward", None)
+                    layer.attend = None
 
 
-def _run_layer(
-    part: CompiledPart, paths: list[tuple[Any, ...]], attend: Any, *args: Any, **kwargs: Any
-) -> Tensor:
-    tensors = []
-    for path in paths:
-        value: Any = (args, kwargs)
-        for key in path:
-            value = value[key]
-        tensors.append(value)
-    return part(attend, tensors)
+@dataclass
+class _CompiledLayer:
+    """One layer's kernels, where its inputs are in the arguments, and its attention in a call."""
+
+    part: CompiledPart
+    paths: list[tuple[Any, ...]]
+    attend: Callable[..., Tensor] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = []
+        for path in self.paths:
+            value: Any = (args, kwargs)
+            for key in path:
+                value = value[key]
+            tensors.append(value)
+        assert self.attend is not None
+        return self.part(self.attend, tensors)
 
 
 def _call_layer(

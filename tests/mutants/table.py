@@ -116,6 +116,8 @@ GRAPHS = "eagle2_kernels/graphs.py"
 REQUESTS = "eagle2_kernels/generation.py"
 TARGET = "eagle2_kernels/models/target.py"
 DRAFT = "eagle2_kernels/models/draft.py"
+PACKED = "eagle2_kernels/models/packed.py"
+COMPILED = "eagle2_kernels/models/compiled.py"
 
 
 def kernel_file(old: str) -> str:
@@ -1449,22 +1451,22 @@ LOOP_MUTANTS = [
     ),
     Mutant(
         TARGET,
-        "        window=layer.window,\n        sinks=s_aux,",
-        "        window=None,\n        sinks=s_aux,",
+        "window=layer.window,\n            sinks=s_aux,",
+        "window=None,\n            sinks=s_aux,",
         "transformers_caches_are_not_touched",
         quick=True,
     ),
     Mutant(
         DRAFT,
-        "q, k, v = head.project_qkv(x, (prefix_lens + level)[:, None])",
-        "q, k, v = head.project_qkv(x, (prefix_lens + level + 1)[:, None])",
+        "positions = (prefix_lens.long() + level)[:, None]",
+        "positions = (prefix_lens.long() + level + 1)[:, None]",
         "slot_is_not_position_after_second_sibling",
         tests="test_decode.py::test_draft_levels_equal_a_naive_recomputation",
     ),
     Mutant(
         DRAFT,
-        "write_kv(cache.k, cache.v, k, v, prefix_lens + level * top_k)",
-        "write_kv(cache.k, cache.v, k, v, prefix_lens + level)",
+        "first = prefix_lens + level * top_k",
+        "first = prefix_lens + level",
         "slot_is_not_position_after_second_sibling",
         tests="test_decode.py::test_draft_levels_equal_a_naive_recomputation",
     ),
@@ -1737,6 +1739,48 @@ TRAINING_MUTANTS = [
     ),
 ]
 
+FORWARD_MUTANTS = [
+    Mutant(
+        PACKED,
+        "if x is not self._x or i in self._taken:",
+        "if x is not self._x:",
+        "",
+        tests="test_packed.py::test_siblings_are_one_product_with_their_own_values",
+        isa="avx512_bf16",
+    ),
+    Mutant(
+        PACKED,
+        "and m.in_features == first.in_features",
+        "and m.in_features > 0",
+        "",
+        tests="test_packed.py::test_siblings_that_differ_are_packed_one_by_one",
+        isa="avx512_bf16",
+    ),
+    Mutant(
+        COMPILED,
+        "p.multiply if p.is_current() else p.plain",
+        "p.multiply",
+        "",
+        tests="test_compiled.py::test_changed_weights_are_read",
+        isa="avx512_bf16",
+    ),
+    Mutant(
+        COMPILED,
+        "key = graph.module.code, ",
+        'key = "", ',
+        "",
+        tests="test_compiled.py::test_layers_of_other_code_or_constants_do_not_share",
+    ),
+    Mutant(
+        COMPILED,
+        "if pair == [x, y]",
+        "if pair[0] == x",
+        "",
+        tests="test_compiled.py::test_inputs_are_told_by_two_sizes",
+        quick=True,
+    ),
+]
+
 MUTANTS = (
     ATTENTION_MUTANTS
     + CHOOSING_MUTANTS
@@ -1745,4 +1789,5 @@ MUTANTS = (
     + GRAPH_MUTANTS
     + ADAPTER_MUTANTS
     + TRAINING_MUTANTS
+    + FORWARD_MUTANTS
 )
