@@ -131,7 +131,7 @@ def main() -> int:
     import runner
     import torch
 
-    from eagle2_kernels import EagleDecoder, demo
+    from eagle2_kernels import demo
 
     torch.set_num_threads(THREADS)
     # -P: this file has the name of the package it imports there
@@ -148,8 +148,8 @@ def main() -> int:
     )
     assert server.stdin is not None and server.stdout is not None
     version = json.loads(server.stdout.readline())
-    decoder, other_decoder = (demo.load_demo(torch.bfloat16) for _ in range(2))
-    compiled = EagleDecoder(other_decoder.target, other_decoder.head, compile=True)
+    decoder = demo.load_demo(torch.bfloat16)
+    compiled = demo.load_demo(torch.bfloat16, compile=True)
     wanted = options.new_tokens
 
     def ours(generate: Callable[..., Any]) -> Callable[[list[int]], tuple[list[int], float]]:
