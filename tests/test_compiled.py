@@ -193,8 +193,34 @@ def test_a_model_converted_afterwards_is_refused(graphs):
     model = tiny_model(dtype=torch.float32)
     fast = TargetModel(model).compiled()
     model.double()
-    with pytest.raises(ValueError, match="layer 0 of LlamaForCausalLM in the dtypes"):
+    with pytest.raises(ValueError, match=r"layer 0 of LlamaForCausalLM.*float32.*got .*float64"):
         features_of(fast)
+    model.float()
+    model.model.layers[1].input_layernorm.weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"layer 1 of LlamaForCausalLM.*\[32\].*got .*\[1\]"):
+        features_of(fast)
+
+
+def test_inputs_that_do_not_fit_are_refused(graphs):
+    """Kernels look at no shape themselves."""
+    head = tiny_head(tiny_model()).compile_layer()
+    assert head._compiled is not None
+    ids, features = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 32).double()
+
+    def attend(q, k, v):
+        return torch.zeros_like(q)
+
+    with torch.inference_mode():
+        assert head.advance(ids, features, ids, attend).shape == (2, 3, 32)
+        for bad in (
+            (ids, features, ids[:1]),
+            (ids, features[:, :2], ids),
+            (ids, features[..., :31], ids),
+            (ids, features, ids.int()),
+            (ids[0], features, ids),
+        ):
+            with pytest.raises(ValueError, match="compile: the EagleHead expected"):
+                head.advance(*bad, attend)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

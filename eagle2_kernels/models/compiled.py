@@ -127,7 +127,11 @@ class _Graph(NamedTuple):
 class _Compiled(NamedTuple):
     run: Callable[..., Any]
     used: list[int]
-    dtypes: list[torch.dtype]
+    layouts: list[tuple[Any, ...]]
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype
 
 
 class Kernels:
@@ -147,9 +151,8 @@ class Kernels:
         the trace with symbols takes. Raises RuntimeError when Inductor fails.
         """
         graph = trace(False)
-        read = [graph.inputs[i] for i in graph.used]
-        layouts = tuple((t.shape, t.stride(), t.dtype) for t in read)
-        key = graph.module.code, tuple(graph.used), layouts
+        layouts = [_layout(graph.inputs[i]) for i in graph.used]
+        key = graph.module.code, tuple(graph.used), tuple(layouts)
         if key not in self._compiled:
             graph = trace(True)
             inputs = [graph.inputs[i] for i in graph.used]
@@ -161,14 +164,17 @@ class Kernels:
                     f"compile: Inductor made no kernels of {name} (it needs a C++ compiler: g++, "
                     f"or what the variable CXX names): {said[0]}{_HINT}"
                 ) from error
-            self._compiled[key] = _Compiled(run, graph.used, [t.dtype for t in inputs])
+            self._compiled[key] = _Compiled(run, graph.used, layouts)
         return self._compiled[key]
 
 
 def _compile(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     from torch import _inductor
+    from torch._inductor import config
 
-    return _inductor.compile(graph, inputs)
+    # A part looks at its inputs itself: looking at every tensor in between costs 2 % of a step.
+    unneeded = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]
+    return _inductor.compile(graph, inputs, options=dict.fromkeys(unneeded, False))
 
 
 class CompiledPart:
@@ -205,31 +211,58 @@ class CompiledPart:
         """Which of ``tensors`` are read: `__call__` takes these."""
         tables = list(_tables(piece))
         self._weights = [tables[i - count][1:] for i in compiled.used if i >= count]
-        self._dtypes = compiled.dtypes[len(self.used) :]
+        self._layouts = compiled.layouts[len(self.used) :]
+        self._specs = [specs[i] for i in self.used]
+        self._right: set[tuple[Any, ...]] = set()
         self._slots: list[Callable[..., Tensor]] = []
 
     def refresh(self) -> None:
         """Look whether weights changed since the last call: in place, or replaced by their like.
 
-        Raises ValueError where they have another dtype now.
+        Raises ValueError where they have another shape or dtype now.
         """
-        dtypes = [owner[key].dtype for owner, key in self._weights]
-        if dtypes != self._dtypes:
+        layouts = [_layout(owner[key]) for owner, key in self._weights]
+        if layouts != self._layouts:
+            i = next(
+                i
+                for i, pair in enumerate(zip(layouts, self._layouts, strict=True))
+                if pair[0] != pair[1]
+            )
             raise ValueError(
-                f"compile: expected {self._name} in the dtypes it was compiled for, "
-                f"{sorted(set(map(str, self._dtypes)))}, got {sorted(set(map(str, dtypes)))}; make "
-                "a new decoder"
+                f"compile: expected {self._name} with weights of the shapes and dtypes it was "
+                f"compiled for, {self._layouts[i]}, got {layouts[i]}; make a new decoder"
             )
         self._slots = [p.multiply if p.is_current() else p.plain for p in self._products]
 
     def __call__(self, attend: Attend, tensors: Sequence[Tensor]) -> Tensor:
-        """Run the kernels; `refresh` comes first, whenever something may have changed."""
+        """Run the kernels; `refresh` comes first, whenever something may have changed.
+
+        Raises ValueError for tensors that do not fit the specs.
+        """
+        given = tuple([(t.shape, t.dtype) for t in tensors])
+        if given not in self._right:
+            self._check(given)
+            self._right.add(given)
         weights = [owner[key] for owner, key in self._weights]
         before, _running.slots = _running.slots, (attend, *self._slots)
         try:
             return self._run(*[t.contiguous() for t in tensors], *weights)[0]
         finally:
             _running.slots = before
+
+    def _check(self, given: tuple[Any, ...]) -> None:
+        sizes: dict[int | str, int] = {}
+        for (shape, dtype), spec in zip(given, self._specs, strict=True):
+            fits = dtype == spec.dtype and len(shape) == len(spec.shape)
+            # the first that says B or N decides what it is
+            if not fits or any(
+                size != (sizes.setdefault(d, size) if isinstance(d, str) else d)
+                for size, d in zip(shape, spec.shape, strict=True)
+            ):
+                raise ValueError(
+                    f"compile: {self._name} expected {list(spec.shape)} {spec.dtype} with "
+                    f"{sizes}, got {list(shape)} {dtype}"
+                )
 
 
 def _tables(piece: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
