@@ -73,19 +73,25 @@ MaxNodes = Annotated[
         "--max-nodes",
         min=1,
         help="Slots of a tree, root included.",
-        show_default=str(TreeConfig.max_nodes),
+        show_default=f"{TreeConfig.max_nodes}; the demo: 8",
     ),
 ]
 TopK = Annotated[
     int | None,
     typer.Option(
-        "--tree-top-k", min=1, help="Branches kept per level.", show_default=str(TreeConfig.top_k)
+        "--tree-top-k",
+        min=1,
+        help="Branches kept per level.",
+        show_default=str(TreeConfig.top_k),
     ),
 ]
 MaxDepth = Annotated[
     int | None,
     typer.Option(
-        "--max-depth", min=1, help="Draft levels.", show_default=str(TreeConfig.max_depth)
+        "--max-depth",
+        min=1,
+        help="Draft levels.",
+        show_default=f"{TreeConfig.max_depth}; the demo: 3",
     ),
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]

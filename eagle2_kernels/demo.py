@@ -119,17 +119,19 @@ def load_demo(
 ) -> EagleDecoder:
     """Return the ready demo decoder: target, shipped head and `.tokenizer`.
 
-    ``dtype`` defaults to `default_dtype()`; ``compile`` is `EagleDecoder`'s. Raises
-    DemoUnavailableError when the target cannot be had.
+    Its tree is what `eagle2 tune` finds on two cores: 8 nodes, 4 branches, 3 levels. ``dtype``
+    defaults to `default_dtype()`; ``compile`` is `EagleDecoder`'s. Raises DemoUnavailableError when
+    the target cannot be had.
     """
-    from eagle2_kernels.decode import EagleDecoder
+    from eagle2_kernels.decode import EagleDecoder, TreeConfig
     from eagle2_kernels.models.heads import EagleHead
     from eagle2_kernels.models.target import TargetModel
 
     target = load_target(dtype, device)
     head = EagleHead.from_pretrained(demo_head_dir(), target=target)
     model = TargetModel(target, pack_weights=True)
-    return EagleDecoder(model, head, tokenizer=load_tokenizer(), compile=compile)
+    tree = TreeConfig(max_nodes=8, top_k=4, max_depth=3)
+    return EagleDecoder(model, head, load_tokenizer(), tree, compile=compile)
 
 
 def _find_gguf() -> Path:
