@@ -46,6 +46,7 @@ def test_values_are_those_of_the_plain_layers(rows, bias):
     # packed for good, usable again, any leading shape
     with packed:
         assert torch.equal(net(x[None])[0], got)
+        assert torch.equal(net.up(input=x), net.up(x))
 
 
 class Siblings(nn.Module):
@@ -91,6 +92,8 @@ def test_siblings_are_one_product_with_their_own_values(order, bias):
                     torch.testing.assert_close(got[name].float(), want[name], rtol=0.02, atol=0.02)
                 # the next forward gets the same tensor with other values in it
                 x.mul_(-3)
+            y = x.clone()
+            assert torch.equal(net.k_proj(input=y), net.k_proj(y))
 
 
 @pytest.mark.skipif(not HAS_BF16, reason="nothing is packed without oneDNN's bfloat16")
@@ -182,6 +185,17 @@ def test_a_changed_weight_is_seen(change):
     assert (net.down in packed) == HAS_BF16
     with packed:
         assert torch.equal(net(x), expected)
+
+
+@torch.no_grad()
+def test_another_weight_in_the_memory_of_the_packed_one_is_seen():
+    """So large a weight's memory goes back to the system, which gives it to the next but one."""
+    linear = nn.utils.skip_init(nn.Linear, 4096, 5120, bias=False, dtype=torch.bfloat16)
+    packed = PackedLinears(nn.Sequential(linear))
+    assert (linear in packed) == HAS_BF16
+    for value in (2.0, 3.0):
+        linear.weight.data = torch.full_like(linear.weight, value)
+    assert linear not in packed
 
 
 def test_what_is_not_a_plain_bfloat16_linear_layer_is_left_alone():

@@ -53,8 +53,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
-    def linear(x: Tensor) -> Tensor:
-        return multiply(x, packed, bias, "none", [], "")
+    def linear(input: Tensor) -> Tensor:
+        return multiply(input, packed, bias, "none", [], "")
 
     return linear
 
@@ -92,8 +92,9 @@ class PackedLinears:
 
     Outside the block the model is what it was. A layer whose weight was changed, moved or replaced
     since (or that carries a forward of its own: hooks of accelerate, quantised layers) is left
-    alone; writing into weights made under ``torch.inference_mode()`` goes unnoticed. Threads wait
-    for each other at the block. Not for autograd.
+    alone; writing into weights through ``.data``, or into such made under
+    ``torch.inference_mode()``, goes unnoticed. Threads wait for each other at the block. Not for
+    autograd.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -203,6 +204,8 @@ class PackedProduct:
         ]
         weights = [m.weight.detach() for m in modules]
         biases = [m.bias.detach() for m in modules if m.bias is not None]
+        # Kept: an address tells memory from other memory only while it is not given back.
+        self._sources = weights + biases
         self.multiply = pack_linear(
             weights[0] if len(weights) == 1 else torch.cat(weights),
             (torch.cat(biases) if len(biases) > 1 else biases[0]) if biases else None,
@@ -260,10 +263,10 @@ class _Shared:
     def forget(self) -> None:
         self._x, self._columns = None, ()
 
-    def _take(self, i: int, x: Tensor) -> Tensor:
+    def _take(self, i: int, input: Tensor) -> Tensor:
         # A tensor that comes to a layer a second time may have been written to.
-        if x is not self._x or i in self._taken:
-            self._x, self._columns = x, self._multiply(x).split(self._sizes, dim=-1)
+        if input is not self._x or i in self._taken:
+            self._x, self._columns = input, self._multiply(input).split(self._sizes, dim=-1)
             self._taken.clear()
         out = self._columns[i]
         self._taken.add(i)

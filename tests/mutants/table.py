@@ -1742,8 +1742,8 @@ TRAINING_MUTANTS = [
 FORWARD_MUTANTS = [
     Mutant(
         PACKED,
-        "if x is not self._x or i in self._taken:",
-        "if x is not self._x:",
+        "if input is not self._x or i in self._taken:",
+        "if input is not self._x:",
         "",
         tests="test_packed.py::test_siblings_are_one_product_with_their_own_values",
         isa="avx512_bf16",
