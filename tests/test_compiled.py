@@ -201,6 +201,58 @@ def test_a_model_converted_afterwards_is_refused(graphs):
         features_of(fast)
 
 
+def test_weights_on_another_device_are_refused(graphs):
+    """Kernels would read from their addresses."""
+    model = tiny_model()
+    fast = TargetModel(model).compiled()
+    model.model.layers[1].input_layernorm.to("meta")
+    with pytest.raises(ValueError, match=r"layer 1 of Llama.*type='cpu'.*got .*type='meta'"):
+        features_of(fast)
+
+
+@pytest.mark.parametrize("what", ["adapter", "hook", "pre-hook"])
+def test_modules_changed_afterwards_are_refused(graphs, what):
+    """What stands in their place would not run."""
+    model = tiny_model()
+    eager = TargetModel(model)
+    fast = eager.compiled()
+    mlp = model.model.layers[1].mlp
+    if what == "adapter":
+        mlp.up_proj = nn.Sequential(mlp.up_proj, nn.Tanh())
+    elif what == "hook":
+        mlp.act_fn.register_forward_hook(lambda module, args, out: -out)
+    else:
+        mlp.act_fn.register_forward_pre_hook(lambda module, args: -args[0])
+    message = "LlamaMLP that holds others" if what == "adapter" else "SiLU.* that carries hooks"
+    with pytest.raises(ValueError, match=f"compile: expected layer 1 of Llama.*{message}.*new"):
+        features_of(fast)
+    features_of(eager)
+    if what == "adapter":
+        torch.testing.assert_close(features_of(eager.compiled()), features_of(eager), **TOLERANCE)
+
+
+def test_hooks_of_a_layer_itself_still_run(graphs):
+    model = tiny_model()
+    eager = TargetModel(model)
+    fast = eager.compiled()
+    before = features_of(fast)
+    model.model.layers[0].register_forward_hook(lambda module, args, out: -out)
+    torch.testing.assert_close(features_of(fast), features_of(eager), **TOLERANCE)
+    assert not torch.allclose(features_of(fast), before)
+
+
+def test_a_head_bound_again_forgets_its_kernels(graphs):
+    """Or a later decoder could not use a head in another dtype, compiled or not."""
+    model = tiny_model(dtype=torch.float32)
+    head = tiny_head(model)
+    EagleDecoder(model, head, compile=True)
+    model.double(), head.double()
+    for compile in (False, True):
+        decoder = EagleDecoder(model, head, compile=compile)
+        assert (head._compiled is not None) == compile
+        assert text(decoder) == text(EagleDecoder(model, tiny_head(model)))
+
+
 def test_inputs_that_do_not_fit_are_refused(graphs):
     """Kernels look at no shape themselves."""
     head = tiny_head(tiny_model()).compile_layer()

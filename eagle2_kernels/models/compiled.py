@@ -131,7 +131,7 @@ class _Compiled(NamedTuple):
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype
+    return t.shape, t.stride(), t.dtype, t.device
 
 
 class Kernels:
@@ -211,6 +211,7 @@ class CompiledPart:
         """Which of ``tensors`` are read: `__call__` takes these."""
         tables = list(_tables(piece))
         self._weights = [tables[i - count][1:] for i in compiled.used if i >= count]
+        self._modules = [(m, dict(m._modules)) for m in module.modules()]
         self._layouts = compiled.layouts[len(self.used) :]
         self._specs = [specs[i] for i in self.used]
         self._right: set[tuple[Any, ...]] = set()
@@ -219,8 +220,17 @@ class CompiledPart:
     def refresh(self) -> None:
         """Look whether weights changed since the last call: in place, or replaced by their like.
 
-        Raises ValueError where they have another shape or dtype now.
+        Raises ValueError where they have another shape, dtype or device now, or where the modules
+        they are in were replaced or carry hooks.
         """
+        for i, (module, children) in enumerate(self._modules):
+            hooked = i > 0 and (module._forward_hooks or module._forward_pre_hooks)
+            if hooked or module._modules != children:
+                raise ValueError(
+                    f"compile: expected {self._name} with the modules it was compiled from, got a "
+                    f"{type(module).__name__} that {'carries hooks' if hooked else 'holds others'}"
+                    "; make a new decoder"
+                )
         layouts = [_layout(owner[key]) for owner, key in self._weights]
         if layouts != self._layouts:
             i = next(
@@ -229,8 +239,8 @@ class CompiledPart:
                 if pair[0] != pair[1]
             )
             raise ValueError(
-                f"compile: expected {self._name} with weights of the shapes and dtypes it was "
-                f"compiled for, {self._layouts[i]}, got {layouts[i]}; make a new decoder"
+                f"compile: expected {self._name} with weights of the shapes, dtypes and device "
+                f"it was compiled for, {self._layouts[i]}, got {layouts[i]}; make a new decoder"
             )
         self._slots = [p.multiply if p.is_current() else p.plain for p in self._products]
 

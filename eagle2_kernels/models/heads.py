@@ -293,14 +293,16 @@ class EagleHead(nn.Module):
     def bind(self, model: nn.Module) -> EagleHead:
         """Share the target's embedding and take its lm_head (draft vocabulary rows only); self.
 
-        What the head has of its own stays. Call again after the target's or the head's weights were
-        moved to another device or dtype. Raises ValueError when the target's sizes are not the
-        head's, or it lacks the layers that the head reads.
+        What the head has of its own stays, but for fused kernels (`compile_layer`). Call again
+        after the target's or the head's weights were moved to another device or dtype. Raises
+        ValueError when the target's sizes are not the head's, or it lacks the layers that the head
+        reads.
         """
         embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         problems = self.target_problems(model)
         if problems:
             raise ValueError("model: " + "; ".join(problems))
+        self._compiled = None
         if not self.own_embedding:
             self.embed_weight = embedding.weight.detach()
             # Gemma multiplies embeddings by a constant inside the module.
