@@ -47,12 +47,14 @@ def row_of(run: Path, target: Any, texts: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    parser.add_argument("--target", default="demo")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="work directories of eagle2 train"
+    )
+    parser.add_argument("--target", default="demo", help="what eagle2 train was given (demo)")
     parser.add_argument("--texts", help=".jsonl of the target's greedy answers")
     parser.add_argument("--curve", action="store_true", help="a row for each validation")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--out", type=Path, required=True, help="the CSV file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.curve:

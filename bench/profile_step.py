@@ -89,11 +89,11 @@ def profiled(decode: Way) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--tokens", type=int, default=48, help="of each decoding (48)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed, each of all ways (5)")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled decoder")
-    parser.add_argument("--save", action="store_true", help="write results/profile_step.csv")
+    parser.add_argument("--save", action="store_true", help="write bench/results/profile_step.csv")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     machine = Machine(torch.device("cpu"))

@@ -196,5 +196,7 @@ def parents(parents: Tensor, num_nodes: Tensor, *, values: bool) -> None:
                     )
                 slot = row[slot]
             if slot not in reached:
-                raise ValueError(f"parents[{r}, {slot}]: expected no cycle, but it is its ancestor")
+                raise ValueError(
+                    f"parents[{r}, {slot}]: expected no cycle, but slot {slot} is its own ancestor"
+                )
             reached.update(walk)

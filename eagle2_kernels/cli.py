@@ -58,13 +58,16 @@ DtypeOption = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="bfloat16, float16, float32 or float64. Default: the files'; "
-        "of the demo by the machine.",
+        help="bfloat16, float16, float32 or float64. Default: that of the model's files; "
+        "for the demo bfloat16 where the machine is fast at it, else float32.",
     ),
 ]
 CompileOption = Annotated[
     bool,
-    typer.Option("--compile", help="Fused CPU kernels, compiled first: some ten seconds and g++."),
+    typer.Option(
+        "--compile",
+        help="Compile the models' layers into fused CPU kernels first: some ten seconds, with g++.",
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens at most.")]
 MaxNodes = Annotated[
@@ -72,17 +75,13 @@ MaxNodes = Annotated[
     typer.Option(
         "--max-nodes",
         min=1,
-        help="Slots of a tree, root included.",
-        show_default=f"{TreeConfig.max_nodes}; the demo: 8",
+        help=f"Slots of a tree, root included. Default: {TreeConfig.max_nodes}; the demo's: 8.",
     ),
 ]
 TopK = Annotated[
     int | None,
     typer.Option(
-        "--tree-top-k",
-        min=1,
-        help="Branches kept per level.",
-        show_default=str(TreeConfig.top_k),
+        "--tree-top-k", min=1, help=f"Branches kept per level. Default: {TreeConfig.top_k}."
     ),
 ]
 MaxDepth = Annotated[
@@ -90,8 +89,7 @@ MaxDepth = Annotated[
     typer.Option(
         "--max-depth",
         min=1,
-        help="Draft levels.",
-        show_default=f"{TreeConfig.max_depth}; the demo: 3",
+        help=f"Draft levels. Default: {TreeConfig.max_depth}; the demo's: 3.",
     ),
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
@@ -317,8 +315,10 @@ def evaluate_prompts(
     draft: DraftOption = None,
     dtype: DtypeOption = None,
     compile: CompileOption = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="First prompts only.")] = None,
-    every: Annotated[int, typer.Option(min=1, help="Every N-th prompt only.")] = 1,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first N prompts only, of those --every leaves.")
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Every N-th prompt only, from the first.")] = 1,
     max_new_tokens: MaxNewTokens = 128,
     max_nodes: MaxNodes = None,
     tree_top_k: TopK = None,
@@ -334,7 +334,9 @@ def evaluate_prompts(
         typer.Option(help="A smaller model for Hugging Face's assisted generation beside these."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Prompt i of the sampled runs has seed + i.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")
+    ] = None,
     csv: Annotated[str | None, typer.Option(help="Append the rows to this file.")] = None,
     plot: Annotated[str | None, typer.Option(help="Draw histogram and categories here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -381,11 +383,16 @@ def evaluate_prompts(
         typer.echo("eagle2: tree and plain tokens differ where rounding may part them", err=True)
 
 
-def _print_evaluation(found: Evaluation, common: dict[str, Any]) -> None:
+def _threads() -> str:
     import torch
 
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _print_evaluation(found: Evaluation, common: dict[str, Any]) -> None:
     table = Table(
-        title=f"{common['file']}, {common['dtype']}, {torch.get_num_threads()} threads, tree of "
+        title=f"{common['file']}, {common['dtype']}, {_threads()}, tree of "
         f"{common['max_nodes']} nodes (top_k {common['top_k']}, max_depth {common['max_depth']})"
     )
     for name in ("temperature", "category", "decoding"):
@@ -415,13 +422,20 @@ def tune_tree(
     dtype: DtypeOption = None,
     compile: CompileOption = False,
     prompts: Annotated[
-        str | None, typer.Option(help='A .jsonl file of {"prompt": text} like your traffic.')
+        str | None,
+        typer.Option(
+            help='A .jsonl file of {"prompt": text} like your traffic. Default: built in.'
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="First prompts only.")] = 8,
+    limit: Annotated[int, typer.Option(min=1, help="The first N prompts only.")] = 8,
     max_depth: Annotated[int, typer.Option(min=1, help="Deepest tree considered.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=4)] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=4, help="Tokens decoded of each prompt.")
+    ] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each step.")] = 3,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")
+    ] = None,
     plot: Annotated[str | None, typer.Option(help="Draw the curve here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -576,12 +590,10 @@ def _comparison_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def _print_comparison(decoder: EagleDecoder, comparison: Comparison) -> None:
-    import torch
-
     config = decoder.config
     dtype = str(decoder.target.dtype).removeprefix("torch.")
     table = Table(
-        title=f"{dtype}, {torch.get_num_threads()} threads, tree of {config.max_nodes} nodes "
+        title=f"{dtype}, {_threads()}, tree of {config.max_nodes} nodes "
         f"(top_k {config.top_k}, max_depth {config.max_depth})"
     )
     for name in ("decoding", "tokens", "tokens/s", "x plain", "target forwards", "accept length"):

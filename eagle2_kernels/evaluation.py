@@ -119,8 +119,11 @@ class Evaluation:
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a .jsonl file of {"prompt": text, "category"?: text}.
 
-    Raises ValueError naming the line that is not such an object.
+    Raises FileNotFoundError without the file, ValueError naming the line that is not such an
+    object.
     """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"prompts: expected a .jsonl file, got {path}")
     found = []
     # At line feeds only: JSON strings may hold what else ends a line in Unicode.
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):

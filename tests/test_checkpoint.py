@@ -602,6 +602,13 @@ def test_one_error_lists_everything(tmp_path):
         assert part in message, part
 
 
+def test_of_many_keys_the_first_are_named(tmp_path):
+    table = eagle3_table() | {f"layers.1.{i:02}": [1] for i in range(20)}
+    write(tmp_path, table, EAGLE3_CONFIG, "safetensors d2t")
+    message = refusal(tmp_path, make_target(8, vocab_size=V, hidden_size=T, head_dim=8))
+    assert "layers.1.06, layers.1.07 and 12 more" in message and "layers.1.08" not in message
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -122,6 +122,8 @@ def test_prompts_come_from_lines(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match="expected at least one"):
         read_prompts(path)
+    with pytest.raises(FileNotFoundError, match=r"prompts: expected a \.jsonl file, got .*none"):
+        read_prompts(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ Tensors of a head of width H, vocabulary V and draft vocabulary Vd, for a target
 
 ``?`` may be absent: an absent embedding or lm_head is the target's. q, k and v may have biases.
 ``d2t`` holds offsets (target id = draft id + d2t[draft id]), ``t2d`` marks the target ids that have
-a draft id; heads of this package's first release hold the target ids instead, `draft_to_target`.
+a draft id; `draft_to_target` holds the target ids themselves, and may stand in place of both.
 ``layers.0`` and ``midlayer`` are one and the same, and a ``model.`` in front is dropped.
 
 Three projects write such files; these differences between them are read:
@@ -113,8 +113,8 @@ def load_head(
     Raises:
         FileNotFoundError: config.json or the weights are not there.
         ValueError: a file that cannot be read or holds more than tensors; else one error that lists
-            everything that does not fit: configuration, unknown and missing keys, shapes, ids, the
-            target's width, vocabulary and layers.
+            everything that does not fit: configuration, unknown and missing keys (the first of
+            many), shapes, ids, the target's width, vocabulary and layers.
     """
     files = _locate(source)
     raw = _read_config(files, source)
@@ -528,14 +528,20 @@ def _draft_table(
     return size or len(table), table
 
 
+def _some(names: list[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _compare_tensors(
     head: EagleHead, tensors: dict[str, Tensor], known_sizes: bool, problems: list[str]
 ) -> None:
     expected = {k: list(v.shape) for k, v in head.named_parameters()}
     if unknown := sorted(tensors.keys() - expected.keys()):
-        problems.append(f"unknown keys: {', '.join(unknown)}")
+        problems.append(f"unknown keys: {_some(unknown)}")
     if missing := sorted(expected.keys() - tensors.keys()):
-        problems.append(f"missing keys: {', '.join(missing)}")
+        problems.append(f"missing keys: {_some(missing)}")
     shared = sorted(expected.keys() & tensors.keys())
     wrong = [
         f"{k} (expected {expected[k]}, got {list(tensors[k].shape)})"

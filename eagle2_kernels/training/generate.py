@@ -33,7 +33,7 @@ class DataConfig:
     output: str = ""
     """The .jsonl file of {prompt, response, greedy, index}: token ids, one conversation a line."""
     target: str = "demo"
-    """Directory of a Hugging Face causal LM with its tokenizer, or "demo" for the embedded one."""
+    """Hugging Face causal LM with its tokenizer, directory or hub name; "demo" is the demo's."""
     prompts: str | None = None
     """A .jsonl file of {"prompt": text}, taken in order, again from its start when it ends. Without
     it the target writes the prompts too, at temperature 1. Leave out what you measure with."""
@@ -46,11 +46,11 @@ class DataConfig:
     max_new_tokens: int = 256
     """Longest answer."""
     temperature: float = 0.0
-    """Of the answers; 0 is greedy, what a greedy decoder drafts for."""
+    """Of the answers. 0 is greedy: the text that a head for greedy decoding should learn from."""
     resume: bool = False
-    """Continue a file that has conversations; otherwise that is an error."""
+    """Continue an output file that holds conversations; without it such a file is an error."""
     threads: int | None = None
-    """CPU threads; None leaves torch's choice."""
+    """CPU threads. Default: torch's choice."""
     seed: int = 0
     """Request i draws with seed + i: its prompt, then its answer."""
 
@@ -58,14 +58,13 @@ class DataConfig:
 class _Writer:
     """The target, its tokenizer, and the text around a user's message."""
 
-    def __init__(self, config: DataConfig, target: nn.Module, tokenizer: Any) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(
+        self, config: DataConfig, prompts: list[str] | None, target: nn.Module, tokenizer: Any
+    ) -> None:
+        self.config, self.prompts, self.tokenizer = config, prompts, tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(f"target: expected a tokenizer with a chat template, {config.target}")
         self.decoder = _plain_decoder(target, tokenizer)
-        self.prompts = None
-        if config.prompts is not None:
-            self.prompts = [p.text for p in read_prompts(config.prompts)]
         # Where a user's message begins: the template's text before a message's first letter.
         mark = "eagle2-user-message"
         before, found, _ = self._template(mark).partition(mark)
@@ -122,8 +121,9 @@ def write_text(
     ``progress(done, all, text)`` is called after each. Returns (conversations, tokens) written by
     this call.
 
-    Raises FileExistsError for a file with conversations without ``resume``, ValueError for prompts
-    that cannot be read or a tokenizer without a chat template.
+    Raises FileExistsError for a file with conversations without ``resume``, FileNotFoundError
+    without the file of prompts, ValueError for prompts that cannot be read or a tokenizer without a
+    chat template.
     """
     if not config.output:
         raise ValueError("output: expected a .jsonl file, got ''")
@@ -134,7 +134,11 @@ def write_text(
     start = _next_index(path, config.resume)
     if config.threads:
         torch.set_num_threads(config.threads)
-    writer = _Writer(config, *_load(config.target))
+    # Before the target is loaded: a wrong file is told at once.
+    prompts = None
+    if config.prompts is not None:
+        prompts = [p.text for p in read_prompts(config.prompts)]
+    writer = _Writer(config, prompts, *_load(config.target))
     path.parent.mkdir(parents=True, exist_ok=True)
     written = tokens = 0
     with path.open("a") as file:

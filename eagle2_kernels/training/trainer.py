@@ -49,7 +49,7 @@ class TrainConfig:
     data: str = ""
     """A .jsonl or .jsonl.gz file of {prompt, response, greedy}: token ids the target wrote."""
     target: str = "demo"
-    """Directory of a Hugging Face causal LM, or "demo" for the embedded SmolLM2."""
+    """Hugging Face causal LM, directory or hub name; "demo" is the demo's SmolLM2."""
     kind: str = "eagle2"
     """The head's kind: "eagle2", "eagle3", or "eagle3.1" (each of the target's states normalised,
     recursive steps fed after the norm); the latter two need a target of 7 layers or more."""
@@ -58,7 +58,8 @@ class TrainConfig:
     work_dir: str = "train-work"
     """Checkpoints, cached features, log.jsonl, and the best head so far in best/."""
     resume: bool = False
-    """Continue from the work directory's checkpoint; otherwise a run in it is an error."""
+    """Continue from the work directory's checkpoint; without it a directory that holds one is an
+    error."""
     draft_vocab_size: int = 8192
     """Most frequent response ids the head may propose; 0 keeps the whole vocabulary."""
     max_tokens: int = 1_100_000
@@ -95,10 +96,10 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Largest gradient norm."""
     loss: str = "kl"
-    """Of the draft distribution against the target's: "kl" (soft cross-entropy), or one of the
-    acceptance losses "lk_alpha" and "lk_lambda" (see `training.losses`)."""
+    """How far the draft's distribution is from the target's: "kl" (soft cross-entropy), or one of
+    the acceptance losses "lk_alpha" and "lk_lambda" (`help(eagle2_kernels.training.losses)`)."""
     feature_weight: float = 0.5
-    """Weight of the smooth-L1 loss on the feature beside the former (EAGLE-2)."""
+    """Weight of the smooth-L1 loss on the feature, added to that loss (EAGLE-2)."""
     feature_noise: float = 0.0
     """Half-width of uniform noise on input features, in units of their standard deviation."""
     ridge_tokens: int = 60_000
@@ -112,7 +113,7 @@ class TrainConfig:
     checkpoint_minutes: float = 3.0
     """Minutes between checkpoints; one is also written at the end."""
     threads: int | None = None
-    """CPU threads; None leaves torch's choice."""
+    """CPU threads. Default: torch's choice."""
     seed: int = 0
     """Of the split, the data order, the initial weights and the noise."""
     stop_after: int | None = None
@@ -208,11 +209,6 @@ class Trainer:
         self.work = Path(c.work_dir)
         self.work.mkdir(parents=True, exist_ok=True)
         self.checkpoint = self.work / "checkpoint.pt"
-        if self.checkpoint.is_file() and not c.resume:
-            raise FileExistsError(
-                f"work_dir: {self.work} holds a run; resume it (resume=True, --resume) or name "
-                "another directory"
-            )
         limit = c.max_tokens or None
         self.training, self.validation = split(conversations, c.held_out, limit, c.seed)
         vocab = None
@@ -552,6 +548,11 @@ def _check(c: TrainConfig) -> None:
             raise ValueError(f"{name}: expected 0 or more, got {getattr(c, name)}")
     if not 0 <= c.ema < 1:
         raise ValueError(f"ema: expected a decay in [0, 1), got {c.ema}")
+    if not c.resume and (Path(c.work_dir) / "checkpoint.pt").is_file():
+        raise FileExistsError(
+            f"work_dir: {c.work_dir} holds a run; resume it (resume=True, --resume) or name "
+            "another directory"
+        )
 
 
 def train(config: TrainConfig) -> Path | None:
@@ -569,6 +570,8 @@ def train(config: TrainConfig) -> Path | None:
         raise FileNotFoundError(f"data: expected a .jsonl or .jsonl.gz file, got {config.data!r}")
     if config.threads:
         torch.set_num_threads(config.threads)
+    # Before the target is loaded: a wrong setting is told at once.
+    _check(config)
     conversations = read_conversations(config.data)
     target = open_target(config.target)
     accelerator = None
