@@ -196,6 +196,17 @@ def test_features_survive_a_restart(target, conversations, tmp_path):
     assert torch.equal(again.batch([1])[1], before)
 
 
+def test_features_of_a_file_that_was_cut_are_computed_anew(target, conversations, tmp_path):
+    """A copy that broke off."""
+    cache = FeatureCache(conversations, target, tmp_path)
+    before = cache.batch([len(conversations) - 1])[1]
+    cache.flush()
+    file = tmp_path / "features.bin"
+    os.truncate(file, file.stat().st_size - 2 * cache.width)
+    again = FeatureCache(conversations, target, tmp_path)
+    assert torch.equal(again.batch([len(conversations) - 1])[1], before)
+
+
 def test_features_of_text_that_grew_are_kept(target, conversations, tmp_path):
     first = FeatureCache(conversations[:5], target, tmp_path)
     first.fill([0, 4])

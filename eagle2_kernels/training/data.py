@@ -198,6 +198,9 @@ class FeatureCache:
             kept = kept if key.read_text() == self._owner(kept) else 0
         elif kept != len(conversations) or file.stat().st_size != 2 * shape[0] * shape[1]:
             kept = 0
+        # One that was cut would get zeros for what it lost.
+        if kept and file.stat().st_size < 2 * int(self.offsets[: kept + 1][-1]) * self.width:
+            kept = 0
         if not kept:
             done.unlink(missing_ok=True)
         self.store = _memmap(file, shape, np.int16)
