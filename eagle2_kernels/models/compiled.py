@@ -211,7 +211,11 @@ class CompiledPart:
         """Which of ``tensors`` are read: `__call__` takes these."""
         tables = list(_tables(piece))
         self._weights = [tables[i - count][1:] for i in compiled.used if i >= count]
-        self._modules = [(m, dict(m._modules)) for m in module.modules()]
+        # Of each module: what it holds now and what it held; its hooks. Straight from the
+        # dictionaries: this runs for every layer of every forward.
+        self._modules = [(m._modules, dict(m._modules)) for m in module.modules()]
+        inner = [m for m in module.modules() if m is not module]
+        self._hooks = [h for m in inner for h in (m._forward_hooks, m._forward_pre_hooks)]
         self._layouts = compiled.layouts[len(self.used) :]
         self._specs = [specs[i] for i in self.used]
         self._right: set[tuple[Any, ...]] = set()
@@ -223,14 +227,12 @@ class CompiledPart:
         Raises ValueError where they have another shape, dtype or device now, or where the modules
         they are in were replaced or carry hooks.
         """
-        for i, (module, children) in enumerate(self._modules):
-            hooked = i > 0 and (module._forward_hooks or module._forward_pre_hooks)
-            if hooked or module._modules != children:
-                raise ValueError(
-                    f"compile: expected {self._name} with the modules it was compiled from, got a "
-                    f"{type(module).__name__} that {'carries hooks' if hooked else 'holds others'}"
-                    "; make a new decoder"
-                )
+        hooked = any(self._hooks)
+        if hooked or any([now != before for now, before in self._modules]):
+            raise ValueError(
+                f"compile: expected {self._name} with the modules it was compiled from, got "
+                f"{'hooks on some' if hooked else 'others'}; make a new decoder"
+            )
         layouts = [_layout(owner[key]) for owner, key in self._weights]
         if layouts != self._layouts:
             i = next(

@@ -409,8 +409,9 @@ class TargetModel:
 
         Layers of the same code are compiled once, for any number of requests and rows. The twin's
         numbers are those of a compiled forward: close to this one's, not bit-equal. Weights may be
-        changed afterwards, their dtype and device may not; Python values inside the layers were
-        read for good. A copy (`copy.deepcopy`, pickle) of the twin is not compiled.
+        changed afterwards, but neither their dtype and device nor the modules that hold them (a
+        forward then raises ValueError); Python values inside the layers were read for good. A copy
+        (`copy.deepcopy`, pickle) of the twin is not compiled.
 
         Raises:
             ValueError: the model is not on a CPU, or its layers cannot be told apart, are not plain
