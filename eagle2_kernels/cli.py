@@ -25,6 +25,7 @@ from rich.text import Text
 
 from ._version import __version__
 from .decode import SamplingParams, TreeConfig
+from .demo import DEMO_TREE
 from .training.generate import DataConfig
 from .training.progress import ProgressBar
 from .training.trainer import TrainConfig
@@ -75,7 +76,8 @@ MaxNodes = Annotated[
     typer.Option(
         "--max-nodes",
         min=1,
-        help=f"Slots of a tree, root included. Default: {TreeConfig.max_nodes}; the demo's: 8.",
+        help=f"Slots of a tree, root included. Default: {TreeConfig.max_nodes}; "
+        f"the demo's: {DEMO_TREE[0]}.",
     ),
 ]
 TopK = Annotated[
@@ -89,7 +91,7 @@ MaxDepth = Annotated[
     typer.Option(
         "--max-depth",
         min=1,
-        help=f"Draft levels. Default: {TreeConfig.max_depth}; the demo's: 3.",
+        help=f"Draft levels. Default: {TreeConfig.max_depth}; the demo's: {DEMO_TREE[2]}.",
     ),
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]

@@ -30,6 +30,9 @@ __all__ = [
     "load_target",
 ]
 
+# max_nodes, top_k and max_depth of the demo's TreeConfig
+DEMO_TREE = (8, 4, 3)
+
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1
 """Of the converted directory; a change makes old caches unused."""
@@ -119,9 +122,9 @@ def load_demo(
 ) -> EagleDecoder:
     """Return the ready demo decoder: target, shipped head and `.tokenizer`.
 
-    Its tree is what `eagle2 tune` finds on two cores: 8 nodes, 4 branches, 3 levels. ``dtype``
-    defaults to `default_dtype()`; ``compile`` is `EagleDecoder`'s. Raises DemoUnavailableError when
-    the target cannot be had.
+    Its tree is `DEMO_TREE`, what `eagle2 tune` finds on two cores. ``dtype`` defaults to
+    `default_dtype()`; ``compile`` is `EagleDecoder`'s. Raises DemoUnavailableError when the target
+    cannot be had.
     """
     from eagle2_kernels.decode import EagleDecoder, TreeConfig
     from eagle2_kernels.models.heads import EagleHead
@@ -130,8 +133,7 @@ def load_demo(
     target = load_target(dtype, device)
     head = EagleHead.from_pretrained(demo_head_dir(), target=target)
     model = TargetModel(target, pack_weights=True)
-    tree = TreeConfig(max_nodes=8, top_k=4, max_depth=3)
-    return EagleDecoder(model, head, load_tokenizer(), tree, compile=compile)
+    return EagleDecoder(model, head, load_tokenizer(), TreeConfig(*DEMO_TREE), compile=compile)
 
 
 def _find_gguf() -> Path:
