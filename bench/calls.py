@@ -12,6 +12,7 @@ import torch
 from runner import Case
 
 import eagle2_kernels as ek
+from eagle2_kernels import ops
 
 OPS = ("call",)
 NAMESPACE = torch.ops.eagle2_kernels
@@ -81,7 +82,10 @@ def _attention_operator(q, k_cache, v_cache, prefix_lens) -> Callable[[], torch.
 def cases(device: torch.device, *, quick: bool) -> Iterator[Case]:
     """One row an operator."""
     x = torch.ones(1, device=device)
+    cpu_only = {op.name for op in ops.OPS if op.cpu_only}
     for name, (args, kwargs) in _tiny(device).items():
+        if name in cpu_only and device.type != "cpu":
+            continue
         wrapper = getattr(ek, name)
         if name == "tree_attention":
             operator = _attention_operator(*args)

@@ -388,7 +388,8 @@ def check_ops(report: Report, where: Device, quick: bool) -> None:
         row = Row("ops", name, what)
         if not where.has(name):
             if what == "example":
-                row.result = "no kernel for this device"
+                cpu_only = BY_NAME[name].cpu_only
+                row.result = "for CPUs only" if cpu_only else "no kernel for this device"
                 report.add(row)
             continue
         report.run(row, lambda name=name, a=args, k=kwargs: call_op(where, name, a, k))

@@ -61,6 +61,7 @@ class Op:
     twin's where there is one.
     ``floats`` names the arguments that take any of `_checks.FLOATS` (all of one call the same one),
     ``moves`` those that take any dtype; the dtype of every other argument is fixed.
+    ``cpu_only``: on other devices torch's own operators are right, and this one refuses.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Op:
     triton: str | None = None
     floats: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()
+    cpu_only: bool = False
 
     @property
     def options(self) -> list[str]:
@@ -565,8 +567,13 @@ def use_compiled(key: str, absent: str) -> None:
             use_triton(library, op, key)
             continue
         for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
-            if not has_kernel(name, key):
-                library.impl(name, _raiser(f"{NAMESPACE}::{name}: {absent}"), key)
+            if key != "CPU" and op.cpu_only:
+                why = f"expected CPU tensors, got {key}: there torch's own operators are right"
+            elif has_kernel(name, key):
+                continue
+            else:
+                why = absent
+            library.impl(name, _raiser(f"{NAMESPACE}::{name}: {why}"), key)
 
 
 def use_triton(library: torch.library.Library, op: Op, key: str) -> None:
@@ -617,7 +624,7 @@ def describe() -> str:
     rows = ["| operator | what it does | CPU | CUDA | dtypes; options |", "|---|---|---|---|---|"]
     for op in OPS:
         cuda = "C++" if op.name in CUDA_CPP else "Triton" if op.triton else ""
-        cuda = f"{cuda}, not run" if cuda else "raises"
+        cuda = f"{cuda}, not run" if cuda else "for CPUs only" if op.cpu_only else "raises"
         dtypes = "float64/32/16, bfloat16" if op.floats else "any dtype" if op.moves else ""
         supports = "; ".join(filter(None, (dtypes, ", ".join(op.options))))
         rows.append(f"| `{op.name}` | {op.summary} | C++ | {cuda} | {supports} |")

@@ -365,6 +365,17 @@ def test_a_device_without_kernels_says_so():
             pytest.fail(f"{op.name}: nothing is registered for CUDA, not even an error")
 
 
+def test_what_is_for_cpus_only_refuses_a_cuda_tensor():
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    for op in OPS:
+        for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
+            if op.cpu_only:
+                assert op.triton is None and op.name not in ops.CUDA_CPP
+                args, kwargs = with_outs(op.name) if name != op.name else example(op.name)
+                with pytest.raises(RuntimeError, match=f"{name}: expected CPU tensors, got CUDA"):
+                    overload(name).redispatch(keys, *args, **kwargs)
+
+
 def test_meta_tensors_get_shapes():
     logits = torch.empty(2, 3, 100, device="meta")
     tokens, *_, rows = overload("expand_topk")(logits, torch.empty(2, 3, device="meta"), 4)
