@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -393,28 +394,30 @@ def _threads() -> str:
 
 
 def _print_evaluation(found: Evaluation, common: dict[str, Any]) -> None:
-    table = Table(
-        title=f"{common['file']}, {common['dtype']}, {_threads()}, tree of "
+    console.print(
+        f"{common['file']}, {common['dtype']}, {_threads()}, tree of "
         f"{common['max_nodes']} nodes (top_k {common['top_k']}, max_depth {common['max_depth']})"
     )
-    for name in ("temperature", "category", "decoding"):
-        table.add_column(name)
-    for name in ("prompts", "tokens", "accept length", "tokens/s", "x plain", "differ"):
-        table.add_column(name, justify="right")
-    for row in found.as_dicts():
-        tau = row["accept_length"]
-        table.add_row(
-            f"{row['temperature']:g}",
-            row["category"],
-            row["provider"],
-            str(row["prompts"]),
-            str(row["new_tokens"]),
-            "" if tau is None else f"{tau:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}",
-            str(row["different"]),
-        )
-    console.print(table)
+    # A table for each temperature, so that a line fits into 80 columns.
+    for temperature, rows in itertools.groupby(found.as_dicts(), lambda row: row["temperature"]):
+        table = Table(title=f"temperature {temperature:g}", box=SIMPLE_HEAD, padding=0)
+        for name in ("category", "decoding"):
+            table.add_column(name)
+        for name in ("prompts", "tokens", "accept", "tokens/s", "x plain", "differ"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            tau = row["accept_length"]
+            table.add_row(
+                row["category"],
+                row["provider"].replace("Hugging Face", "HF"),
+                str(row["prompts"]),
+                str(row["new_tokens"]),
+                "" if tau is None else f"{tau:.2f}",
+                f"{row['tokens_per_second']:.1f}",
+                f"{row['speedup']:.2f}",
+                str(row["different"]),
+            )
+        console.print(table)
 
 
 @app.command("tune")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eagle2_kernels import cli, ops
+from eagle2_kernels import cli, evaluation, ops
 from eagle2_kernels.compare import Comparison, Difference, first_difference
 from eagle2_kernels.training.generate import DataConfig
 from eagle2_kernels.training.trainer import TrainConfig
@@ -164,3 +164,24 @@ def test_a_difference_is_judged_by_its_margin(margin, error, padded, lossless, v
 def test_no_difference_is_identical():
     assert first_difference(None, [1], [2, 3], [2, 3], 8) is None
     assert Comparison([], None, None, None).verdict == "identical: yes"
+
+
+def test_the_evaluation_fits_a_terminal_of_80_columns(monkeypatch, capsys):
+    rows = [
+        evaluation.EvaluationRow(
+            provider, temperature, category, 80, 10240, 123.4, 5120, 10240, different=3
+        )
+        for temperature in (0.0, 1.0)
+        for category in ("humanities", "all")
+        for provider in ("plain", "Hugging Face prompt lookup")
+    ]
+    shape = {"max_nodes": 8, "top_k": 4, "max_depth": 3}
+    monkeypatch.setattr(cli, "console", cli.Console(width=80))
+    cli._print_evaluation(
+        evaluation.Evaluation(rows), {"file": "mt_bench.jsonl", "dtype": "bfloat16", **shape}
+    )
+    said = capsys.readouterr().out
+    assert "…" not in said and said.count("temperature") == 2
+    for category in ("humanities", "all"):
+        assert sum(category in x for x in said.splitlines()) == 4
+    assert all(len(x) <= 80 for x in said.splitlines()) and said.count("HF prompt lookup") == 4

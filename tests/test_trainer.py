@@ -689,6 +689,13 @@ def test_the_estimate_is_what_decoding_accepts(by_kind, tmp_path, kind):
     assert estimate == pytest.approx(got.stats.accept_length)
 
 
+def test_too_many_held_out_are_told_before_the_target_loads(tmp_path):
+    data = tmp_path / "few.jsonl"
+    data.write_text(json.dumps({"prompt": [1], "response": [2, 3]}) + "\n")
+    with pytest.raises(ValueError, match="held_out: expected fewer than the 1 conversations"):
+        train(TrainConfig(data=str(data), target=str(tmp_path / "none"), held_out=9))
+
+
 def test_missing_data_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"data: expected a \.jsonl"):
         train(TrainConfig(data=str(tmp_path / "none.jsonl")))

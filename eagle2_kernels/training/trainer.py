@@ -573,6 +573,7 @@ def train(config: TrainConfig) -> Path | None:
     # Before the target is loaded: a wrong setting is told at once.
     _check(config)
     conversations = read_conversations(config.data)
+    split(conversations, config.held_out, None, config.seed)
     target = open_target(config.target)
     accelerator = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
