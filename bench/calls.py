@@ -64,6 +64,11 @@ def _tiny(device: torch.device) -> dict[str, tuple[tuple, dict]]:
             {},
         ),
         "compact_kv": (([k_cache, v_cache], i32([0, 1]), one, one), {}),
+        "pack_linear_weight": ((ones(2, 2).bfloat16(),), {}),
+        "packed_linear": (
+            (ones(1, 2).bfloat16(), zeros(1, 1, 32, 2, dtype=torch.bfloat16), 2),
+            {},
+        ),
         "write_kv": ((k_cache, v_cache, ones(1, 1, 1, 8), ones(1, 1, 1, 8), one), {}),
     }
 

@@ -27,7 +27,7 @@ from eagle2_kernels.demo import load_demo
 PROMPT = "Explain how a hash table works."
 # The first kind that has a part of an operator's name takes it.
 KINDS = {
-    "matrix products": ("mkldnn::", "aten::mm", "aten::addmm", "aten::bmm"),
+    "matrix products": ("packed_linear", "mkldnn::", "aten::mm", "aten::addmm", "aten::bmm"),
     "attention and cache": ("tree_attention", "write_kv", "compact_kv"),
     "tree building and verification": ("eagle2_kernels::",),
     "norms, rotation, activation, residuals, other": ("aten::", "cpp_fused"),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         retrieve_indices,
         unpack_tree_mask,
     )
+    from .linear import pack_linear_weight, packed_linear
     from .logits import count_tokens, mark_tokens, process_logits, token_logprobs
     from .models.heads import Eagle3Head, EagleHead
     from .models.target import TargetModel
@@ -75,6 +76,8 @@ _HOME = {
     "pack_tree_mask": "flatten",
     "retrieve_indices": "flatten",
     "unpack_tree_mask": "flatten",
+    "pack_linear_weight": "linear",
+    "packed_linear": "linear",
     "count_tokens": "logits",
     "mark_tokens": "logits",
     "process_logits": "logits",
@@ -113,7 +116,9 @@ __all__ = [
     "flatten_tree",
     "mark_tokens",
     "merge_attention_states",
+    "pack_linear_weight",
     "pack_tree_mask",
+    "packed_linear",
     "process_logits",
     "prompt_lookup",
     "retrieve_indices",

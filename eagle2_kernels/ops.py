@@ -250,6 +250,14 @@ def _verify_tree_coins(
     return _verify_tree(target_probs, None, None, None, max_depth)
 
 
+def _pack_linear_weight(weight: Tensor) -> Tensor:
+    return weight.new_empty(((weight.shape[0] + 31) // 32, (weight.shape[1] + 1) // 2, 32, 2))
+
+
+def _packed_linear(x: Tensor, packed: Tensor, out_features: int, bias=None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
 def _token_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
     return _f32(logits, *slots.shape)
 
@@ -475,6 +483,24 @@ OPS: tuple[Op, ...] = (
         triton="cache",
         moves=("k_cache", "v_cache", "k", "v"),
     ),
+    Op(
+        "pack_linear_weight",
+        "Tensor weight",
+        ("packed",),
+        reference.pack_linear_weight,
+        _pack_linear_weight,
+        "a bfloat16 weight in the layout that `packed_linear` reads",
+        cpu_only=True,
+    ),
+    Op(
+        "packed_linear",
+        "Tensor x, Tensor packed, SymInt out_features, Tensor? bias=None",
+        ("out",),
+        reference.packed_linear,
+        _packed_linear,
+        "a bfloat16 linear layer; a row's bits do not depend on the other rows",
+        cpu_only=True,
+    ),
 )
 
 CUDA_CPP = (
@@ -512,8 +538,8 @@ def _raiser(message: str) -> Callable[..., None]:
     return run
 
 
-def _on_one_device(name: str, fake: Callable[..., object]) -> Callable[..., object]:
-    """A fake kernel that refuses tensors of several devices.
+def _on_one_device(name: str, fake: Callable[..., object], cpu_only: bool) -> Callable[..., object]:
+    """A fake kernel that refuses tensors of several devices, or of one that has no kernel.
 
     PyTorch sends a call with one meta tensor among others here: the caller would get memory that
     nobody wrote.
@@ -527,6 +553,8 @@ def _on_one_device(name: str, fake: Callable[..., object]) -> Callable[..., obje
             raise RuntimeError(
                 f"{NAMESPACE}::{name}: expected tensors on one device, got {' and '.join(devices)}"
             )
+        if cpu_only and devices not in (["cpu"], ["meta"]):
+            raise RuntimeError(_for_cpus(name, devices[0]))
         return fake(*args, **kwargs)
 
     return run
@@ -536,11 +564,11 @@ def _define() -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     for op in OPS:
         _library.define(op.schema, tags=tags)
-        fake = _on_one_device(op.name, op.fake)
+        fake = _on_one_device(op.name, op.fake, op.cpu_only)
         torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=_library)
         if op.out_schema is not None:
             _library.define(op.out_schema, tags=tags)
-            fake = _on_one_device(f"{op.name}_out", _nothing)
+            fake = _on_one_device(f"{op.name}_out", _nothing, op.cpu_only)
             torch.library.register_fake(f"{NAMESPACE}::{op.name}_out", fake, lib=_library)
 
 
@@ -568,12 +596,16 @@ def use_compiled(key: str, absent: str) -> None:
             continue
         for name in (op.name, f"{op.name}_out") if op.outs else (op.name,):
             if key != "CPU" and op.cpu_only:
-                why = f"expected CPU tensors, got {key}: there torch's own operators are right"
-            elif has_kernel(name, key):
-                continue
-            else:
-                why = absent
-            library.impl(name, _raiser(f"{NAMESPACE}::{name}: {why}"), key)
+                library.impl(name, _raiser(_for_cpus(name, key)), key)
+            elif not has_kernel(name, key):
+                library.impl(name, _raiser(f"{NAMESPACE}::{name}: {absent}"), key)
+
+
+def _for_cpus(name: str, device: str) -> str:
+    return (
+        f"{NAMESPACE}::{name}: expected CPU tensors, got {device}: "
+        "there torch's own operators are right"
+    )
 
 
 def use_triton(library: torch.library.Library, op: Op, key: str) -> None:

@@ -956,3 +956,31 @@ def sample_and_verify(
     visited = targets.gather(1, accept_index.long().clamp(min=0))
     emitted = torch.where(accept_index >= 0, visited, -1)
     return emitted, accept_index, accept_length, bonus_token
+
+
+def pack_linear_weight(weight: Tensor) -> Tensor:
+    """packed[p, i, c, j] = weight[32 p + c, 2 i + j], zeros past the weight's edges.
+
+    [out, in] becomes [ceil(out / 32), ceil(in / 2), 32, 2].
+    """
+    out_features, in_features = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, in_features % 2, 0, -out_features % 32))
+    panels, pairs = (out_features + 31) // 32, (in_features + 1) // 2
+    return padded.reshape(panels, 32, pairs, 2).transpose(1, 2).contiguous()
+
+
+def packed_linear(
+    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
+) -> Tensor:
+    """out[..., c] = sum over k of x[..., k] * weight[c, k], plus bias[c]; rounded once.
+
+    Products and sums are of float32. NaN and infinities in x reach every column of their row, a
+    weight's every row of its column; the packed weight's padding reaches nothing.
+    """
+    panels, pairs = packed.shape[:2]
+    weight = packed.transpose(1, 2).reshape(panels * 32, pairs * 2)
+    weight = weight[:out_features, : x.shape[-1]].float()
+    out = x.float() @ weight.T
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype)

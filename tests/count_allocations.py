@@ -63,6 +63,12 @@ def calls() -> dict[str, Callable[[], object]]:
     length = torch.full((batch,), path.shape[1] - 1, dtype=torch.int32)
     add("compact_kv", caches, path, length, prefix_lens)
     add("write_kv", *caches, *torch.randn(2, batch, 16, 3, 64), prefix_lens)
+    weight = torch.randn(200, 577).bfloat16()
+    layer = torch.ops.eagle2_kernels.pack_linear_weight(weight)
+    add("pack_linear_weight", weight)
+    for rows in (1, 9, 200):
+        x = torch.randn(rows, 2, 600).bfloat16()[..., :577]
+        add("packed_linear", x, layer, 200, weight[:, 0].contiguous(), suffix=f"{rows} rows")
     # What is not packed is copied, which shows that the counter counts.
     add("verify_tree", draft.T.contiguous().T, *(draft, child, sibling, 32), suffix="strided")
     return result

@@ -170,6 +170,10 @@ GROWING = {
     "unpack_tree_mask": lambda b, n: ((torch.ones(b, n, 3, dtype=torch.int64), n), {}),
     "tree_attention": attention,
     "merge_attention_states": lambda b, n: ((*partial(b, n), *partial(b, n)), {}),
+    "packed_linear": lambda b, n: (
+        (normal(b, n, 7).bfloat16(), ek.pack_linear_weight(normal(35, 7).bfloat16()), 35),
+        {},
+    ),
     "sample_tokens": sampling,
     "verify_tree": lambda b, n: ((links(b, n)[0], *links(b, n), n, counts(b, n)), {}),
     "sample_and_verify": lambda b, n: (

@@ -29,6 +29,7 @@ def level(wish: str | None = None, best: str | None = None) -> str:
     return choose(*(None if x is None else x.encode() for x in (wish, best))).decode()
 
 
+PYTEST = [sys.executable, *"-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()]
 HERE = [name for name in LEVELS if level(name) == name]
 
 
@@ -47,9 +48,19 @@ def test_tables_at_each_level(name):
     if name.startswith("amx"):
         chosen = f"({chosen}) and (bfloat16 or any_call or any_size or any_slot_order or latent)"
     tests = [str(Path(__file__).with_name(f"test_{room}.py")) for room in ("attention", "expand")]
-    pytest_run = "-P -m pytest --import-mode=importlib -p no:cacheprovider -q -x".split()
     run = subprocess.run(
-        [sys.executable, *pytest_run, "-k", chosen, *tests],
+        [*PYTEST, "-k", chosen, *tests],
+        env=os.environ | {"EAGLE2_CPU_ISA": name, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", [n for n in HERE if n != level() and not n.startswith("amx")])
+def test_linear_layers_at_each_level(name):
+    run = subprocess.run(
+        [*PYTEST, str(Path(__file__).with_name("test_linear.py"))],
         env=os.environ | {"EAGLE2_CPU_ISA": name, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,

@@ -108,6 +108,16 @@ def example(name: str) -> tuple[tuple, dict]:
             {},
         ),
         "compact_kv": (([keys, values], i32([[0, 2], [0, -1]]), i32([1, 0]), prefix), {}),
+        "pack_linear_weight": ((rand(35, 7).bfloat16(),), {}),
+        "packed_linear": (
+            (
+                rand(2, 3, 7).bfloat16(),
+                ops.reference.pack_linear_weight(rand(35, 7).bfloat16()),
+                35,
+                rand(35).bfloat16(),
+            ),
+            {},
+        ),
         "write_kv": ((keys, values, rand(2, 5, 2, 8), rand(2, 5, 2, 8), prefix, counts), {}),
     }[name]
 
@@ -129,11 +139,10 @@ def with_outs(name):
 
 
 def same(a, b):
-    return (
-        torch.allclose(a, b, atol=1e-4, equal_nan=True)
-        if a.is_floating_point()
-        else torch.equal(a, b)
-    )
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    rtol = max(1e-5, torch.finfo(a.dtype).eps)
+    return torch.allclose(a, b, rtol=rtol, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

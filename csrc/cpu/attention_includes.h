@@ -16,8 +16,8 @@
 
 #include "../address.h"
 #include "attention_params.h"
-#include "attention_scratch.h"
 #include "isa.h"
+#include "scratch.h"
 
 #ifdef EAGLE2_X86_LEVELS
 #include <immintrin.h>

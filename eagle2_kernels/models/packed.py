@@ -1,9 +1,9 @@
 """Linear layers with their weights reordered once, for the few rows a decoding step has.
 
-oneDNN multiplies bfloat16 matrices from a blocked layout of the weight. PyTorch's linear layer
-keeps the plain layout, so each call reorders the whole weight first: with 1 to 64 rows that costs
-as much as the product. Here the reordered copy is kept beside the weight, and layers that read the
-same input (q, k and v; gate and up) are one product, for each product costs its start.
+`packed_linear` reads a copy of the weight that lies in the order of its product, at the memory's
+rate, and gives a row the same bits whatever the other rows are. Here that copy is kept beside the
+weight, and layers that read the same input (q, k and v; gate and up) are one product, for each
+product costs its start.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import ops
+
 __all__ = [
     "PackedLinears",
     "PackedProduct",
@@ -29,32 +31,28 @@ __all__ = [
     "weight_state",
 ]
 
-# Rows the layout is chosen for; any number of rows may follow.
-_ROWS = 16
+_pack = getattr(torch.ops, ops.NAMESPACE).pack_linear_weight.default
+_packed_linear = getattr(torch.ops, ops.NAMESPACE).packed_linear.default
 
 # Siblings that read the same input, by the names that transformers gives them, in call order.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether a packed copy of ``weight`` [out, in] helps: bfloat16, where oneDNN has that."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    """Whether a packed copy of ``weight`` [out, in] helps: bfloat16, on the CPU."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """``x -> x W^T + b`` from a packed copy of ``weight`` [out, in], which must stay unchanged."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
+    packed, out_features = _pack(weight), weight.shape[0]
+    if bias is not None:
+        bias = bias.contiguous()
 
     def linear(input: Tensor) -> Tensor:
-        return multiply(input, packed, bias, "none", [], "")
+        if input.stride(-1) != 1:
+            input = input.contiguous()
+        return _packed_linear(input, packed, out_features, bias)
 
     return linear
 
@@ -117,7 +115,7 @@ class PackedLinears:
         self._active: list[PackedProduct] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has weights of its own, and oneDNN's layout can be neither pickled nor copied.
+        # A copy has weights of its own: what was packed are not these.
         return {"_products": [], "_active": []}
 
     def __len__(self) -> int:

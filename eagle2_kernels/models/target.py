@@ -266,8 +266,8 @@ class TargetModel:
 
     Args:
         hf_model: a causal LM of transformers whose attention goes through `AttentionInterface`.
-        pack_weights: keep a second copy of the linear layers' weights in the layout oneDNN
-            multiplies from (bfloat16 on CPU; nothing elsewhere): same values, less time per
+        pack_weights: keep a second copy of the linear layers' weights in the layout of
+            `packed_linear` (bfloat16 on CPU; nothing elsewhere): same values, less time per
             forward. See `PackedLinears`.
 
     Raises:

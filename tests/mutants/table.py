@@ -1746,7 +1746,6 @@ FORWARD_MUTANTS = [
         "if input is not self._x:",
         "",
         tests="test_packed.py::test_siblings_are_one_product_with_their_own_values",
-        isa="avx512_bf16",
     ),
     Mutant(
         PACKED,
@@ -1754,7 +1753,6 @@ FORWARD_MUTANTS = [
         "and m.in_features > 0",
         "",
         tests="test_packed.py::test_siblings_that_differ_are_packed_one_by_one",
-        isa="avx512_bf16",
     ),
     Mutant(
         COMPILED,
@@ -1762,7 +1760,6 @@ FORWARD_MUTANTS = [
         "p.multiply",
         "",
         tests="test_compiled.py::test_changed_weights_are_read",
-        isa="avx512_bf16",
     ),
     Mutant(
         COMPILED,

@@ -1,4 +1,4 @@
-// Scratch memory of the attention kernels.
+// Scratch memory of the CPU kernels.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,193 @@
+// pack_linear_weight and packed_linear: linear layers from a weight laid out in the order in which
+// a few rows read it.
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "args.h"
+
+namespace eagle2 {
+namespace {
+
+constexpr int64_t kStaged = 512 << 10;   // bytes of x that stay in the second-level cache
+constexpr int64_t kLeastTask = 1 << 17;  // bytes of weights, or as long a time, worth a thread
+
+struct Shape {
+  int64_t size[LinearRows::kDims];
+  int64_t rank;
+};
+
+int32_t bfloat16_dtype() {
+  static const int32_t dtype = aoti_torch_dtype_bfloat16();
+  return dtype;
+}
+
+void check_bfloat16(const Tensor& tensor, const char* name) {
+  if (!tensor.is_cpu()) fail(name, ": expected a CPU tensor");
+  if (tensor.scalar_type() != ScalarType::BFloat16) {
+    fail(name, ": expected dtype BFloat16, got ",
+         torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
+const uint16_t* words_of(const Tensor& tensor) {
+  return static_cast<const uint16_t*>(tensor.const_data_ptr());
+}
+
+// What is written: contiguous, of this shape.
+uint16_t* output(const Tensor& tensor, const char* name, const Shape& shape) {
+  check_bfloat16(tensor, name);
+  if (tensor.dim() != shape.rank) {
+    fail(name, ": expected ", shape.rank, " dimensions, got ", tensor.dim());
+  }
+  for (int64_t i = 0; i < shape.rank; ++i) {
+    if (tensor.size(i) != shape.size[i]) {
+      fail(name, ": expected size ", shape.size[i], " in dimension ", i, ", got ", tensor.size(i));
+    }
+  }
+  if (!tensor.is_contiguous()) fail(name, ": expected a contiguous tensor");
+  return static_cast<uint16_t*>(tensor.mutable_data_ptr());
+}
+
+Shape packed_shape(const Tensor& weight) {
+  check_bfloat16(weight, "weight");
+  if (weight.dim() != 2) fail("weight: expected 2 dimensions, got ", weight.dim());
+  return {{(weight.size(0) + kPanel - 1) / kPanel, (weight.size(1) + 1) / 2, kPanel, 2}, 4};
+}
+
+void pack_linear_weight_out(const Tensor& weight, const Tensor& packed) {
+  const Shape shape = packed_shape(weight);
+  uint16_t* to = output(packed, "packed", shape);
+  const int64_t out_features = weight.size(0), in_features = weight.size(1);
+  const int64_t pairs = shape.size[1];
+  const int64_t row = weight.stride(0), step = weight.stride(1);
+  const uint16_t* from = words_of(weight);
+  const int64_t grain = std::max<int64_t>(1, kLeastTask / std::max<int64_t>(1, pairs * kPanel * 4));
+  parallel_for(shape.size[0], grain, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t columns = std::min(kPanel, out_features - panel * kPanel);
+      uint16_t* at = to + panel * pairs * kPanel * 2;
+      for (int64_t k = 0; k < 2 * pairs; k += 2, at += kPanel * 2) {
+        for (int64_t c = 0; c < kPanel; ++c) {
+          const uint16_t* w = from + (panel * kPanel + c) * row + k * step;
+          at[2 * c] = c < columns ? w[0] : 0;
+          at[2 * c + 1] = c < columns && k + 1 < in_features ? w[step] : 0;
+        }
+      }
+    }
+  });
+}
+
+Tensor pack_linear_weight(const Tensor& weight) {
+  const Shape shape = packed_shape(weight);
+  Tensor packed = allocate(shape.size, shape.rank, bfloat16_dtype());
+  pack_linear_weight_out(weight, packed);
+  return packed;
+}
+
+// The rows of x [..., in]: dimensions that follow each other in memory are one.
+LinearRows rows_of(const Tensor& x) {
+  LinearRows rows;
+  rows.data = words_of(x);
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+    const int64_t size = x.size(i), stride = x.stride(i);
+    if (size == 1) continue;
+    if (rows.dims > 0 && rows.stride[rows.dims - 1] == size * stride) {
+      rows.size[rows.dims - 1] *= size;
+      rows.stride[rows.dims - 1] = stride;
+    } else {
+      rows.size[rows.dims] = size;
+      rows.stride[rows.dims++] = stride;
+    }
+  }
+  return rows;
+}
+
+// All checks of the arguments but the output; the shape of the output.
+Shape checked(const Tensor& x, const Tensor& packed, int64_t out_features,
+              const std::optional<Tensor>& bias) {
+  check_bfloat16(x, "x");
+  check_bfloat16(packed, "packed");
+  if (x.dim() < 1 || x.dim() > LinearRows::kDims) {
+    fail("x: expected 1 to ", LinearRows::kDims, " dimensions, got ", x.dim());
+  }
+  const int64_t in_features = x.size(x.dim() - 1);
+  if (in_features > 1 && x.stride(x.dim() - 1) != 1) {
+    fail("x: expected a contiguous last dimension, got stride ", x.stride(x.dim() - 1));
+  }
+  if (out_features < 0) fail("out_features: expected at least 0, got ", out_features);
+  if (packed.dim() != 4) fail("packed: expected 4 dimensions, got ", packed.dim());
+  const int64_t want[4] = {(out_features + kPanel - 1) / kPanel, (in_features + 1) / 2, kPanel, 2};
+  for (int64_t i = 0; i < 4; ++i) {
+    if (packed.size(i) != want[i]) {
+      fail("packed: expected size ", want[i], " in dimension ", i, " for ", in_features,
+           " inputs and ", out_features, " outputs, got ", packed.size(i));
+    }
+  }
+  if (!packed.is_contiguous()) fail("packed: expected a contiguous tensor");
+  if (bias.has_value()) {
+    check_bfloat16(*bias, "bias");
+    if (bias->dim() != 1 || bias->size(0) != out_features) {
+      fail("bias: expected ", out_features, " elements in one dimension");
+    }
+    if (!bias->is_contiguous()) fail("bias: expected a contiguous tensor");
+  }
+  Shape shape;
+  shape.rank = x.dim();
+  for (int64_t i = 0; i + 1 < shape.rank; ++i) shape.size[i] = x.size(i);
+  shape.size[shape.rank - 1] = out_features;
+  return shape;
+}
+
+void multiply(const Tensor& x, const Tensor& packed, int64_t out_features,
+              const std::optional<Tensor>& bias, const Shape& shape, uint16_t* out) {
+  Linear linear;
+  linear.x = rows_of(x);
+  linear.packed = words_of(packed);
+  linear.bias = bias.has_value() ? words_of(*bias) : nullptr;
+  linear.out = out;
+  linear.rows = 1;
+  for (int64_t i = 0; i + 1 < shape.rank; ++i) linear.rows *= shape.size[i];
+  linear.in_features = x.size(x.dim() - 1);
+  linear.out_features = out_features;
+  if (linear.rows == 0 || out_features == 0) return;
+  const LinearKernel& kernel = linear_kernel();
+  const int64_t threads = torch::stable::get_num_threads();
+  // Where panels are few for so many threads, each takes halves of them, and groups of rows.
+  const int64_t panels = packed.size(0), pairs = packed.size(1);
+  linear.unit = threads > 1 && panels < 4 * threads ? kPanel / 2 : kPanel;
+  const int64_t most = (linear.rows + kernel.block - 1) / kernel.block;
+  const int64_t staged = linear.rows * pairs * kernel.row_bytes;
+  const int64_t wanted = threads > 1 ? 4 * threads / linear.units() : 1;
+  linear.groups =
+      std::max<int64_t>(1, std::min(most, std::max((staged + kStaged - 1) / kStaged, wanted)));
+  const int64_t task = pairs * linear.unit * 4 * (1 + linear.rows / linear.groups / 8);
+  const int64_t grain = std::max<int64_t>(1, kLeastTask / std::max<int64_t>(1, task));
+  parallel_for(linear.units() * linear.groups, grain,
+               [&](int64_t begin, int64_t end) { kernel.run(linear, begin, end); });
+}
+
+void packed_linear_out(const Tensor& x, const Tensor& packed, int64_t out_features,
+                       const std::optional<Tensor>& bias, const Tensor& out) {
+  const Shape shape = checked(x, packed, out_features, bias);
+  multiply(x, packed, out_features, bias, shape, output(out, "out", shape));
+}
+
+Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t out_features,
+                     const std::optional<Tensor>& bias) {
+  const Shape shape = checked(x, packed, out_features, bias);
+  Tensor out = allocate(shape.size, shape.rank, bfloat16_dtype());
+  multiply(x, packed, out_features, bias, shape, static_cast<uint16_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
+  m.impl("pack_linear_weight", TORCH_BOX(&pack_linear_weight));
+  m.impl("pack_linear_weight_out", TORCH_BOX(&pack_linear_weight_out));
+  m.impl("packed_linear", TORCH_BOX(&packed_linear));
+  m.impl("packed_linear_out", TORCH_BOX(&packed_linear_out));
+}
+
+}  // namespace
+}  // namespace eagle2
