@@ -16,10 +16,10 @@ QUIET ?= --quiet
 # seconds each test of tests/test_tree_core_fuzz.py draws new input for in `make sanitize`
 FUZZ_SECONDS ?= 5
 # what `make cuda` runs: the operators, through the libraries that were built beside a CUDA torch
-OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core tree_core_fuzz expand flatten attention verify cache ops,tests/test_$(t).py))
+OP_TESTS := $(wildcard $(foreach t,packaging tree tree_core tree_core_fuzz expand flatten attention verify cache layer ops,tests/test_$(t).py))
 
 # what `make compat` runs: all that goes through _C
-COMPAT_TESTS := $(foreach t,tree expand flatten attention verify verify_laws cache candidates logits ops,tests/test_$(t).py)
+COMPAT_TESTS := $(foreach t,tree expand flatten attention verify verify_laws cache layer candidates logits ops,tests/test_$(t).py)
 
 CPU := .venv
 CUDA := .venv-cuda

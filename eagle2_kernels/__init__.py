@@ -16,7 +16,7 @@ from .tree import DraftTree
 
 if TYPE_CHECKING:
     from .attention import merge_attention_states, tree_attention, tree_attention_varlen
-    from .cache import compact_kv, write_kv
+    from .cache import compact_kv, rope_and_write_kv, write_kv
     from .candidates import (
         Candidates,
         candidates_from_chain,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         retrieve_indices,
         unpack_tree_mask,
     )
+    from .layer import fused_add_rms_norm, rms_norm, silu_and_mul
     from .linear import pack_linear_weight, packed_linear
     from .logits import count_tokens, mark_tokens, process_logits, token_logprobs
     from .models.heads import Eagle3Head, EagleHead
@@ -57,6 +58,7 @@ _HOME = {
     "tree_attention_varlen": "attention",
     "merge_attention_states": "attention",
     "compact_kv": "cache",
+    "rope_and_write_kv": "cache",
     "write_kv": "cache",
     "Candidates": "candidates",
     "candidates_from_chain": "candidates",
@@ -76,6 +78,9 @@ _HOME = {
     "pack_tree_mask": "flatten",
     "retrieve_indices": "flatten",
     "unpack_tree_mask": "flatten",
+    "fused_add_rms_norm": "layer",
+    "rms_norm": "layer",
+    "silu_and_mul": "layer",
     "pack_linear_weight": "linear",
     "packed_linear": "linear",
     "count_tokens": "logits",
@@ -114,6 +119,7 @@ __all__ = [
     "expected_accept_length",
     "extend_draft_tree",
     "flatten_tree",
+    "fused_add_rms_norm",
     "mark_tokens",
     "merge_attention_states",
     "pack_linear_weight",
@@ -122,8 +128,11 @@ __all__ = [
     "process_logits",
     "prompt_lookup",
     "retrieve_indices",
+    "rms_norm",
+    "rope_and_write_kv",
     "sample_and_verify",
     "sample_tokens",
+    "silu_and_mul",
     "token_logprobs",
     "tree_attention",
     "tree_attention_varlen",

@@ -101,6 +101,12 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> None
         raise ValueError(f"{name}: expected {wanted}, got {value}")
 
 
+def number(name: str, value: object) -> None:
+    """Check a host number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+
+
 def same_device(**tensors: Tensor | None) -> None:
     """All tensors given lie on the device of the first."""
     device = None

@@ -2,6 +2,7 @@
 
 `write_kv` puts new keys where `tree_attention` looks for them; `compact_kv` keeps those of the
 accepted path. Both work on dense and paged caches of any dtype, and neither changes `prefix_lens`.
+`rope_and_write_kv` is `write_kv` with the rotation before it, from a merged q/k/v product.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from . import _checks
 
 _write = torch.ops.eagle2_kernels.write_kv.default
 _compact = torch.ops.eagle2_kernels.compact_kv.default
+_rope_and_write = torch.ops.eagle2_kernels.rope_and_write_kv.default
 
 _WIDER = (torch.float32, torch.float16, torch.bfloat16)  # what is rounded to float8
 
@@ -82,6 +84,78 @@ def write_kv(
         _write(*args, **scales)
     except (RuntimeError, TypeError, ValueError):
         _check_write(*args, k_scale, v_scale, values=False)
+        raise
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    validate: bool = False,
+) -> Tensor:
+    """q[b, j] = rope(q[b, j]); k and v go to the cache as by `write_kv`, k = rope(k) before.
+
+    ::
+
+        qkv[b, j] = [ q heads | k heads | v heads ]           D elements a head
+        rope(x)   = x * cos[b, j] + [-x2; x1] * sin[b, j]     x = [x1; x2]
+
+    With cos and sin in qkv's dtype both products are rounded to it, as transformers' layers do;
+    with float32 ones only the sum is. Tables of fewer than D elements leave the rest of each head
+    as it is. With a weight every head of q, or of k, goes through `rms_norm` first (Qwen3).
+
+    Args:
+        qkv: [B, N, (Hq + 2 Hkv) D] on a CPU, float64, float32, float16 or bfloat16; last dimension
+            contiguous.
+        cos: [B, N, R] in qkv's dtype or float32, R even and at most D; last dimension contiguous.
+        sin: as ``cos``.
+        k_cache: dense [B, S, Hkv, D] or paged [pages, page_size, Hkv, D] in qkv's dtype, any
+            strides with a contiguous last dimension; written. Hkv and D are its.
+        v_cache: as ``k_cache``; written.
+        prefix_lens: int32 [B].
+        lengths: int32 [B], rows to store; None: all. Those of q come back whatever it says.
+        page_table: int32 [B, max_pages] for a paged cache.
+        q_weight: [D] in qkv's dtype.
+        k_weight: [D] in qkv's dtype.
+        eps: of both norms.
+        validate: check first that every row stored has a place of its own (always with
+            ``EAGLE2_VALIDATE=1``).
+
+    Returns:
+        q [B, N, Hq, D], contiguous.
+
+    Raises:
+        ValueError: a shape or a device is wrong, or an argument requires grad in grad mode.
+        TypeError: a dtype is wrong.
+
+    Source: RoFormer (arXiv 2104.09864), in GPT-NeoX's layout of pairs.
+    """
+    if torch.is_grad_enabled():
+        _checks.refuse_grad(
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            q_weight=q_weight,
+            k_weight=k_weight,
+        )
+    args = (qkv, cos, sin, k_cache, v_cache, prefix_lens, lengths, page_table)
+    if validate or _checks.VALIDATE:
+        _check_rope(*args, q_weight, k_weight, eps, values=True)
+    try:
+        return _rope_and_write(*args, q_weight=q_weight, k_weight=k_weight, eps=eps)
+    except (RuntimeError, TypeError, ValueError):
+        _check_rope(*args, q_weight, k_weight, eps, values=False)
         raise
 
 
@@ -255,6 +329,60 @@ def _check_write(
         last = torch.where(active, first + count, 0)
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             _check_places(name, cache, page_table, first, last)
+
+
+def _check_rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    lengths: Tensor | None,
+    page_table: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    *,
+    values: bool,
+) -> None:
+    _checks.tensor("qkv", qkv, _checks.FLOATS, (None, None, None), "[B, N, (Hq + 2 Hkv) D]")
+    b, n, width = qkv.shape
+    if qkv.stride(2) != 1 and width > 1:
+        raise ValueError(f"qkv: expected a contiguous last dimension, got strides {qkv.stride()}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_cache(name, cache, b, page_table)
+    heads, dim = k_cache.shape[2:]
+    if dim < 1 or heads < 1 or width % dim or width // dim <= 2 * heads:
+        raise ValueError(
+            f"qkv: expected (Hq + 2 * {heads}) * {dim} columns for k_cache's heads, got {width}"
+        )
+    rotated: int | None = None
+    for name, table in (("cos", cos), ("sin", sin)):
+        dtypes = (qkv.dtype, torch.float32) if name == "cos" else cos.dtype
+        _checks.tensor(name, table, dtypes, (b, n, rotated), "[B, N, R]")
+        rotated = table.shape[2]
+        if rotated % 2 or rotated > dim:
+            raise ValueError(
+                f"{name}: expected an even last dimension up to the head dim {dim}, got {rotated}"
+            )
+        if rotated > 1 and table.stride(2) != 1:
+            raise ValueError(
+                f"{name}: expected a contiguous last dimension, got strides {table.stride()}"
+            )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            _checks.tensor(name, weight, qkv.dtype, (dim,), "[D]")
+            if not weight.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got {weight.stride()}")
+            _checks.same_device(**{"qkv": qkv, name: weight})
+    _checks.number("eps", eps)
+    _checks.same_device(qkv=qkv, cos=cos, sin=sin)
+    k, v = (qkv[..., : heads * dim].unflatten(-1, (heads, dim)) for _ in "kv")
+    _check_write(
+        k_cache, v_cache, k, v, prefix_lens, lengths, page_table, None, None, values=values
+    )
+    _checks.same_device(qkv=qkv, k_cache=k_cache, v_cache=v_cache)
 
 
 def _check_compact(

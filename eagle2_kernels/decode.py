@@ -208,6 +208,7 @@ class EagleDecoder:
         device: torch.device | str | None = None,
         config: TreeConfig | None = None,
         pack_weights: bool = True,
+        fuse_layers: bool = True,
         cuda_graph: bool = False,
         compile: bool = False,
     ) -> EagleDecoder:
@@ -216,13 +217,19 @@ class EagleDecoder:
         ``dtype`` defaults to that of the target's files, for the head too.
         ``pack_weights``: on a CPU in bfloat16, spend the memory of a second copy of the linear
         layers' weights on faster forwards (the values are the same).
+        ``fuse_layers``: on a CPU, run layers whose code is known by few operators of this library;
+        see `TargetModel`.
         ``cuda_graph``, ``compile``: see the class.
         """
         from .models.heads import EagleHead
         from .models.target import load_target_model
 
         model, tokenizer = load_target_model(
-            target, dtype=dtype, device=device, pack_weights=pack_weights
+            target,
+            dtype=dtype,
+            device=device,
+            pack_weights=pack_weights,
+            fuse_layers=fuse_layers,
         )
         head = EagleHead.from_pretrained(draft, model.hf_model, dtype=model.dtype)
         options = {"cuda_graph": cuda_graph, "compile": compile}

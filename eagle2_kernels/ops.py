@@ -39,6 +39,7 @@ OPTIONS = {
     "min_p": "min-p",
     "page_table": "paged",
     "presence_penalty": "presence penalty",
+    "q_weight": "norms of q and k",
     "qo_indptr": "ragged rows",
     "repetition_penalty": "repetition penalty",
     "sinks": "sinks",
@@ -205,6 +206,22 @@ def _merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: 
         torch.empty_like(out_a, memory_format=torch.contiguous_format),
         torch.empty_like(lse_a, memory_format=torch.contiguous_format),
     )
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _rope_and_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, *args, **kw
+) -> Tensor:
+    b, n, width = qkv.shape
+    heads, dim = k_cache.shape[2:]
+    return qkv.new_empty((b, n, width // dim - 2 * heads, dim))
 
 
 def _sample_tokens(logits: Tensor, position_ids: Tensor, seeds: Tensor, **filters) -> Tensor:
@@ -499,6 +516,48 @@ OPS: tuple[Op, ...] = (
         reference.packed_linear,
         _packed_linear,
         "a bfloat16 linear layer; a row's bits do not depend on the other rows",
+        cpu_only=True,
+    ),
+    Op(
+        "rope_and_write_kv",
+        "Tensor qkv, Tensor cos, Tensor sin, Tensor(y!) k_cache, Tensor(z!) v_cache, "
+        "Tensor prefix_lens, Tensor? lengths=None, Tensor? page_table=None, *, "
+        "Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6",
+        ("q",),
+        reference.rope_and_write_kv,
+        _rope_and_write_kv,
+        "rotate q and k of a merged product; q comes back, k and v are stored as by `write_kv`",
+        floats=("qkv", "cos", "sin", "k_cache", "v_cache", "q_weight", "k_weight"),
+        cpu_only=True,
+    ),
+    Op(
+        "rms_norm",
+        "Tensor x, Tensor weight, float eps=1e-6",
+        ("out",),
+        reference.rms_norm,
+        _rms_norm,
+        "a row over its root mean square, times a weight",
+        floats=("x", "weight"),
+        cpu_only=True,
+    ),
+    Op(
+        "fused_add_rms_norm",
+        "Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps=1e-6",
+        (),
+        reference.fused_add_rms_norm,
+        _nothing,
+        "add to the residual stream and norm the sum, both in place",
+        floats=("x", "residual", "weight"),
+        cpu_only=True,
+    ),
+    Op(
+        "silu_and_mul",
+        "Tensor x",
+        ("out",),
+        reference.silu_and_mul,
+        _silu_and_mul,
+        "silu of the first half of a row times the second half",
+        floats=("x",),
         cpu_only=True,
     ),
 )

@@ -25,6 +25,28 @@ def _finite(logits: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=NEG_INF, posinf=torch.finfo(x.dtype).max, neginf=NEG_INF)
 
 
+# a decoder layer between its products; rounded where transformers' own layers round
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Weight * (x / sqrt(mean(x^2) + eps)); the quotient in float32, rounded to x's dtype."""
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """Residual += x, then x = rms_norm(residual)."""
+    residual += x
+    x.copy_(rms_norm(residual, weight, eps))
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Silu(g) * u of x = [g; u], silu(g) = g / (1 + e^-g)."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
 # expand
 
 
@@ -463,6 +485,40 @@ def write_kv(
             if where is not None:
                 k_cache[where] = k[r, j]
                 v_cache[where] = v[r, j]
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Q and k, normed where there are weights, x cos + [-x2; x1] sin; k and v go to the cache."""
+    heads, dim = k_cache.shape[2:]
+    rows = qkv.unflatten(-1, (-1, dim))
+    q, k, v = rows.split((rows.shape[2] - 2 * heads, heads, heads), dim=2)
+    q = _rotate(q if q_weight is None else rms_norm(q, q_weight, eps), cos, sin)
+    k = _rotate(k if k_weight is None else rms_norm(k, k_weight, eps), cos, sin)
+    write_kv(k_cache, v_cache, k, v, prefix_lens, lengths, page_table)
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first elements of each head as pairs (i, i + half), turned; the others as they are."""
+    width = cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    rotated = x * cos[:, :, None] + turned * sin[:, :, None]
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 def _as_stored(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:

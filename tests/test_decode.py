@@ -890,7 +890,8 @@ def test_draft_levels_equal_a_naive_recomputation(config, kind, monkeypatch):
                         logits = head.logits(hidden_of[tuple(path[:depth])])
                         draft_id = (head.draft_to_target == token).nonzero()[0, 0]
                         score += float(torch.log_softmax(logits, -1)[draft_id])
-                    assert score == pytest.approx(float(tree.scores[0, slot]), abs=1e-5)
+                    # norms are float32 in any dtype, and ours add in another order
+                    assert score == pytest.approx(float(tree.scores[0, slot]), abs=1e-4)
                     checked += 1
             assert checked >= min(config.max_nodes, int(tree.num_nodes[0])) - 1
 

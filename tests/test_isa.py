@@ -47,7 +47,10 @@ def test_tables_at_each_level(name):
     )
     if name.startswith("amx"):
         chosen = f"({chosen}) and (bfloat16 or any_call or any_size or any_slot_order or latent)"
-    tests = [str(Path(__file__).with_name(f"test_{room}.py")) for room in ("attention", "expand")]
+    tests = [
+        str(Path(__file__).with_name(f"test_{room}.py"))
+        for room in ("attention", "expand", "layer")
+    ]
     run = subprocess.run(
         [*PYTEST, "-k", chosen, *tests],
         env=os.environ | {"EAGLE2_CPU_ISA": name, "PYTHONDONTWRITEBYTECODE": "1"},

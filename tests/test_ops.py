@@ -119,6 +119,13 @@ def example(name: str) -> tuple[tuple, dict]:
             {},
         ),
         "write_kv": ((keys, values, rand(2, 5, 2, 8), rand(2, 5, 2, 8), prefix, counts), {}),
+        "rope_and_write_kv": (
+            (rand(2, 5, 64), rand(2, 5, 6), rand(2, 5, 6), keys, values, prefix, counts),
+            {"q_weight": rand(8), "k_weight": rand(8), "eps": 0.1},
+        ),
+        "rms_norm": ((rand(2, 5, 9), rand(9), 0.1), {}),
+        "fused_add_rms_norm": ((rand(2, 5, 9), rand(2, 5, 9), rand(9), 0.1), {}),
+        "silu_and_mul": ((rand(2, 5, 18),), {}),
     }[name]
 
 

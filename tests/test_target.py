@@ -216,7 +216,7 @@ def test_it_is_restored_when_a_forward_fails():
 @pytest.mark.parametrize("tapped", [False, True])
 def test_two_threads_take_turns(tapped):
     """The second would find the model's own attention put back by the first, and its hooks."""
-    target = TargetModel(tiny_model())
+    target = TargetModel(tiny_model(), fuse_layers=False)
     ids = {"first": tokens(4, seed=1)[None], "second": tokens(7, seed=2)[None]}
 
     def run(ids):

@@ -1,5 +1,6 @@
 // write_kv and compact_kv on the CPU: rows of a dense or paged cache are moved as bytes, whatever
-// their dtype; only what goes into a float8 cache from a wider dtype is converted.
+// their dtype; only what goes into a float8 cache from a wider dtype is converted. And
+// rope_and_write_kv, which rotates rows on their way there.
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <torch/headeronly/util/Half.h>
@@ -10,7 +11,8 @@
 
 #include "../address.h"
 #include "../tree.h"
-#include "common.h"
+#include "args.h"
+#include "layer.h"
 
 namespace eagle2 {
 namespace {
@@ -186,6 +188,182 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, con
                });
 }
 
+// Rotation of a head: the first elements by rows of cos and sin, the others stay.
+class Rotation {
+ public:
+  Rotation(const LayerKernel& kernel, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
+           int64_t dim)
+      : kernel_(kernel) {
+    const Tensor* tables[2] = {&cos, &sin};
+    const char* names[2] = {"cos", "sin"};
+    const ScalarType type = cos.scalar_type();
+    wide_ = type == ScalarType::Float && qkv.scalar_type() != ScalarType::Float;
+    if (!wide_ && type != qkv.scalar_type()) {
+      fail("cos: expected the dtype of qkv or float32, got ", torch::headeronly::toString(type));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const Tensor& table = *tables[i];
+      if (!table.is_cpu()) fail(names[i], ": expected a CPU tensor");
+      if (table.scalar_type() != type) fail("sin: expected the dtype of cos");
+      if (table.dim() != 3 || table.size(0) != qkv.size(0) || table.size(1) != qkv.size(1)) {
+        fail(names[i], ": expected [", qkv.size(0), ", ", qkv.size(1), ", D] for the rows of qkv");
+      }
+      const auto strides = table.strides();
+      width_ = table.size(2);
+      if (width_ != cos.size(2)) fail("sin: expected the size of cos");
+      if (width_ > 1 && strides[2] != 1) {
+        fail(names[i], ": expected a contiguous last dimension, got stride ", strides[2]);
+      }
+      data_[i] = static_cast<const char*>(table.const_data_ptr());
+      for (int d = 0; d < 2; ++d) {
+        stride_[i][d] = strides[d] * static_cast<int64_t>(table.element_size());
+      }
+    }
+    if (width_ % 2 != 0 || width_ > dim) {
+      fail("cos: expected an even last dimension up to the head dim, ", dim, ", got ", width_);
+    }
+    item_ = static_cast<int64_t>(qkv.element_size());
+    rest_ = (dim - width_) * item_;
+  }
+
+  void apply(const char* head, int64_t b, int64_t j, char* out) const {
+    const char* cos = data_[0] + b * stride_[0][0] + j * stride_[0][1];
+    const char* sin = data_[1] + b * stride_[1][0] + j * stride_[1][1];
+    if (wide_) {
+      kernel_.rotate_wide(head, reinterpret_cast<const float*>(cos),
+                          reinterpret_cast<const float*>(sin), width_, out);
+    } else {
+      kernel_.rotate(head, cos, sin, width_, out);
+    }
+    if (rest_ > 0) std::memcpy(out + width_ * item_, head + width_ * item_, rest_);
+  }
+
+ private:
+  const LayerKernel& kernel_;
+  const char* data_[2];
+  int64_t stride_[2][2], width_ = 0, item_ = 0, rest_ = 0;
+  bool wide_;
+};
+
+const void* head_weight(const std::optional<Tensor>& weight, const char* name, const Tensor& qkv,
+                        int64_t dim) {
+  if (!weight.has_value()) return nullptr;
+  if (!weight->is_cpu()) fail(name, ": expected a CPU tensor");
+  if (weight->scalar_type() != qkv.scalar_type()) fail(name, ": expected the dtype of qkv");
+  if (weight->dim() != 1 || weight->size(0) != dim || !weight->is_contiguous()) {
+    fail(name, ": expected ", dim, " contiguous elements in one dimension");
+  }
+  return weight->const_data_ptr();
+}
+
+// [query heads, key heads, value heads] of a row.
+struct Heads {
+  int64_t q, kv, dim;
+};
+
+Heads heads_of(const Tensor& qkv, const Tensor& k_cache) {
+  if (qkv.dim() != 3) fail("qkv: expected 3 dimensions, got ", qkv.dim());
+  if (k_cache.dim() != 4) fail("k_cache: expected 4 dimensions, got ", k_cache.dim());
+  const int64_t kv = k_cache.size(2), dim = k_cache.size(3), width = qkv.size(2);
+  if (kv < 1 || dim < 1) fail("k_cache: expected at least one head of one element");
+  const int64_t q = width / dim - 2 * kv;
+  if (width % dim != 0 || q < 1) {
+    fail("qkv: expected (Hq + 2 * ", kv, ") * ", dim, " columns, got ", width);
+  }
+  return {q, kv, dim};
+}
+
+void rope_and_write_kv_out(const Tensor& qkv, const Tensor& cos, const Tensor& sin,
+                           const Tensor& k_cache, const Tensor& v_cache, const Tensor& prefix_lens,
+                           const std::optional<Tensor>& lengths,
+                           const std::optional<Tensor>& page_table,
+                           const std::optional<Tensor>& q_weight,
+                           const std::optional<Tensor>& k_weight, double eps, const Tensor& q) {
+  const LayerKernel& kernel = layer_kernel(qkv.scalar_type(), "qkv");
+  if (!qkv.is_cpu()) fail("qkv: expected a CPU tensor");
+  const Heads heads = heads_of(qkv, k_cache);
+  const int64_t batch = qkv.size(0), nodes = qkv.size(1), dim = heads.dim;
+  const auto strides = qkv.strides();
+  if (strides[2] != 1) fail("qkv: expected a contiguous last dimension, got ", strides[2]);
+  const Rotation rotation(kernel, qkv, cos, sin, dim);
+  const void* weights[2] = {head_weight(q_weight, "q_weight", qkv, dim),
+                            head_weight(k_weight, "k_weight", qkv, dim)};
+  const Rows to[2] = {rows_of(k_cache, "k_cache"), rows_of(v_cache, "v_cache")};
+  const Tensor* written[3] = {&k_cache, &v_cache, &q};
+  const char* names[3] = {"k_cache", "v_cache", "q"};
+  for (int i = 0; i < 3; ++i) {
+    if (!written[i]->is_cpu()) fail(names[i], ": expected a CPU tensor");
+    if (written[i]->scalar_type() != qkv.scalar_type()) {
+      fail(names[i], ": expected the dtype of qkv, ",
+           torch::headeronly::toString(qkv.scalar_type()), ", got ",
+           torch::headeronly::toString(written[i]->scalar_type()));
+    }
+    check_written(*written[i], names[i]);
+  }
+  if (to[1].size[2] != heads.kv || to[1].dim != dim) {
+    fail("v_cache: expected the heads and head dim of k_cache");
+  }
+  const Rows out = rows_of(q, "q");
+  if (out.size[0] != batch || out.size[1] != nodes || out.size[2] != heads.q || out.dim != dim) {
+    fail("q: expected [", batch, ", ", nodes, ", ", heads.q, ", ", dim, "]");
+  }
+  const auto lens = view<int32_t, 1>(prefix_lens, "prefix_lens");
+  check_shape(lens, "prefix_lens", {batch});
+  const auto counts = view<int32_t, 1>(lengths, "lengths");
+  if (lengths.has_value()) check_shape(counts, "lengths", {batch});
+  const auto table = view_table(page_table, batch);
+  const Places keys(to[0], "k_cache", batch, table, page_table.has_value());
+  const Places values(to[1], "v_cache", batch, table, page_table.has_value());
+
+  const char* data = static_cast<const char*>(qkv.const_data_ptr());
+  const int64_t item = static_cast<int64_t>(qkv.element_size()), row = dim * item;
+  parallel_for(batch * nodes, grain_of(2 * qkv.size(2)), [&](int64_t begin, int64_t end) {
+    thread_local std::vector<char> normed;
+    normed.resize(static_cast<size_t>(row));
+    const auto store = [&](const char* head, const void* weight, int64_t b, int64_t j, char* out) {
+      if (weight != nullptr) {
+        kernel.rms_norm(head, weight, dim, static_cast<float>(eps), normed.data());
+        head = normed.data();
+      }
+      rotation.apply(head, b, j, out);
+    };
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t b = task / nodes, j = task % nodes;
+      const char* head = data + (b * strides[0] + j * strides[1]) * item;
+      for (int64_t h = 0; h < heads.q; ++h, head += row) {
+        char* target = out.data + b * out.stride[0] + j * out.stride[1] + h * out.stride[2];
+        store(head, weights[0], b, j, target);
+      }
+      if (counts.data != nullptr && j >= counts(b)) continue;
+      const int64_t position = static_cast<int64_t>(lens(b)) + j;
+      char* const key = keys.at(b, position);
+      char* const value = values.at(b, position);
+      for (int64_t h = 0; h < heads.kv; ++h, head += row) {
+        if (key != nullptr) store(head, weights[1], b, j, key + h * to[0].stride[2]);
+      }
+      for (int64_t h = 0; h < heads.kv; ++h, head += row) {
+        if (value != nullptr) std::memcpy(value + h * to[1].stride[2], head, row);
+      }
+    }
+  });
+}
+
+Tensor rope_and_write_kv(const Tensor& qkv, const Tensor& cos, const Tensor& sin,
+                         const Tensor& k_cache, const Tensor& v_cache, const Tensor& prefix_lens,
+                         const std::optional<Tensor>& lengths,
+                         const std::optional<Tensor>& page_table,
+                         const std::optional<Tensor>& q_weight,
+                         const std::optional<Tensor>& k_weight, double eps) {
+  const Heads heads = heads_of(qkv, k_cache);
+  const int64_t shape[4] = {qkv.size(0), qkv.size(1), heads.q, heads.dim};
+  int32_t dtype = 0;
+  aoti_torch_get_dtype(qkv.get(), &dtype);
+  Tensor q = allocate(shape, 4, dtype);
+  rope_and_write_kv_out(qkv, cos, sin, k_cache, v_cache, prefix_lens, lengths, page_table, q_weight,
+                        k_weight, eps, q);
+  return q;
+}
+
 void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index,
                 const Tensor& accept_length, const Tensor& prefix_lens,
                 const std::optional<Tensor>& page_table) {
@@ -243,6 +421,8 @@ void compact_kv(const std::vector<Tensor>& kv_caches, const Tensor& accept_index
 STABLE_TORCH_LIBRARY_IMPL(eagle2_kernels, CPU, m) {
   m.impl("write_kv", TORCH_BOX(&write_kv));
   m.impl("compact_kv", TORCH_BOX(&compact_kv));
+  m.impl("rope_and_write_kv", TORCH_BOX(&rope_and_write_kv));
+  m.impl("rope_and_write_kv_out", TORCH_BOX(&rope_and_write_kv_out));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ implementation is what it was whenever no forward of ours is running.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..attention import tree_attention
 from ..cache import write_kv
 from .compiled import CompiledPart, Kernels, find_specs, refuse_modules
+from .fused import Attention, FusedModel
 from .packed import PackedLinears, in_use, one_at_a_time, pack_linear
 
 __all__ = ["SlotCache", "TargetModel", "load_target_model"]
@@ -39,6 +41,11 @@ _KEYWORD = "eagle2"
 
 # Row counts that `row_invariant_rows` compares with 32, largest first.
 _PROBED_ROWS = (31, 24, 20, 17, 16, 15, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
+
+# Rows of the forward that fused operators are compared in, and how far they may be off: this many
+# roundings of a value, growing with the root of the number of layers.
+_COMPARED_ROWS = 5
+_COMPARED_EPS = 8
 
 # Arguments of attention functions that say nothing `tree_attention` would have to honour.
 _HARMLESS = frozenset(
@@ -269,6 +276,12 @@ class TargetModel:
         pack_weights: keep a second copy of the linear layers' weights in the layout of
             `packed_linear` (bfloat16 on CPU; nothing elsewhere): same values, less time per
             forward. See `PackedLinears`.
+        fuse_layers: on a CPU, run layers of known code (Llama, Mistral, Qwen2 and Qwen3 as
+            transformers has them) by few operators of this library; see `fused.py`. Values differ
+            from the modules' by the order of sums in norms. A forward is compared with the modules'
+            here, and they run wherever it differs by more, nothing is known of the code, gradients
+            are asked for, or a weight, a module or a hook was changed since. Python values inside
+            the layers are read once.
 
     Raises:
         TypeError: ``hf_model`` is no transformers model.
@@ -278,7 +291,9 @@ class TargetModel:
             logits that are not its lm_head of the last hidden state.
     """
 
-    def __init__(self, hf_model: nn.Module, *, pack_weights: bool = False) -> None:
+    def __init__(
+        self, hf_model: nn.Module, *, pack_weights: bool = False, fuse_layers: bool = True
+    ) -> None:
         config = getattr(hf_model, "config", None)
         if config is None or not hasattr(hf_model, "get_output_embeddings"):
             raise TypeError(
@@ -303,10 +318,12 @@ class TargetModel:
         self._packed_base = PackedLinears(*([self._base] if pack_weights else []))
         self._packed_head = PackedLinears(*([self._lm_head] if pack_weights else []))
         self._compiled: _CompiledLayers | None = None
+        self.fuse_layers = fuse_layers
+        self._fused = self._fuse() if fuse_layers else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has weights of its own: it is not compiled, as it is not packed.
-        return self.__dict__ | {"_compiled": None}
+        # A copy has weights of its own: it is neither compiled nor fused, as it is not packed.
+        return self.__dict__ | {"_compiled": None, "_fused": None}
 
     @property
     def hidden_size(self) -> int:
@@ -379,24 +396,88 @@ class TargetModel:
         Returns:
             [B, N, H], rows of padding unspecified.
         """
-        call = _Call(self._layers, cache, prefix_lens, tree_mask, depths, lengths)
+        return self._forward(
+            (), cache, token_ids, position_ids, prefix_lens, tree_mask, depths, lengths
+        )[0]
+
+    def _forward(
+        self,
+        taps: Sequence[int],
+        cache: SlotCache,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        prefix_lens: Tensor,
+        tree_mask: Tensor | None = None,
+        depths: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Features, and the outputs of the layers ``taps``; arguments of `forward`."""
         with one_at_a_time(self.hf_model):
-            before = [config._attn_implementation_internal for config in self._configs]
-            for config in self._configs:
-                config._attn_implementation_internal = _ATTENTION
+            if self.is_fused:
+                assert self._fused is not None
+                rows = prefix_lens, tree_mask, depths, lengths
+                return self._fused(token_ids, position_ids, cache.k, cache.v, *rows, taps)
+            call = _Call(self._layers, cache, prefix_lens, tree_mask, depths, lengths)
+            seen: dict[int, Tensor] = {}
+            handles = [self._blocks[i].register_forward_hook(_keep_output(seen, i)) for i in taps]
             try:
-                with self._fast_layers(call):
-                    return self._base(
-                        input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
-                    ).last_hidden_state
+                return self._run_modules(call, token_ids, position_ids), seen
             finally:
-                for config, name in zip(self._configs, before, strict=True):
-                    config._attn_implementation_internal = name
+                for handle in handles:
+                    handle.remove()
+
+    def _run_modules(self, call: _Call, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """A forward by the model's own code."""
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = _ATTENTION
+        try:
+            with self._fast_layers(call):
+                return self._base(
+                    input_ids=token_ids, position_ids=position_ids, use_cache=False, eagle2=call
+                ).last_hidden_state
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
 
     def _fast_layers(self, call: _Call) -> AbstractContextManager[Any]:
         if self._compiled is None or torch.compiler.is_compiling():
             return in_use(self._packed_base)
         return self._compiled.over(call)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a forward, called here and now, would run by fused operators."""
+        return (
+            self._fused is not None
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and self._fused.is_current()
+        )
+
+    @torch.inference_mode()
+    def _fuse(self) -> FusedModel | None:
+        """The model by fused operators, where its code is known and a forward says the same."""
+        if self.device.type != "cpu" or not self._blocks:
+            return None
+        attentions = [
+            Attention(x.num_heads, x.num_kv_heads, x.head_dim, x.scaling, x.softcap, x.window)
+            for x in self._layers
+        ]
+        fused = FusedModel.of(self._base, attentions, self._packed_base)
+        if fused is None or not fused.is_current():
+            return None
+        tokens = torch.arange(_COMPARED_ROWS)[None] * 7919 % self.vocab_size
+        positions = torch.arange(_COMPARED_ROWS)[None]
+        rows = torch.zeros(1, dtype=torch.int32), None, None, None
+        ours, theirs = (self.new_cache(1, _COMPARED_ROWS) for _ in range(2))
+        got, _ = fused(tokens, positions, ours.k, ours.v, *rows)
+        with one_at_a_time(self.hf_model):
+            want = self._run_modules(_Call(self._layers, theirs, *rows), tokens, positions)
+        eps = max(torch.finfo(t).eps for t in (self.dtype, torch.float32))
+        bound = _COMPARED_EPS * eps * len(attentions) ** 0.5
+        pairs = zip([got, *ours.tensors], [want, *theirs.tensors], strict=True)
+        return fused if all(_distance(a, b) <= bound for a, b in pairs) else None
 
     @property
     def is_compiled(self) -> bool:
@@ -432,7 +513,7 @@ class TargetModel:
             calls = [self._layer_arguments(*size) for size in sizes]
             implementations = [config._attn_implementation_internal for config in self._configs]
             twin = copy.copy(self)
-            twin._row_invariant = None
+            twin._row_invariant, twin._fused = None, None
             try:
                 for config in self._configs:
                     config._attn_implementation_internal = _ATTENTION
@@ -482,22 +563,8 @@ class TargetModel:
         strange = [i for i in taps if not 0 <= i < len(self._blocks)]
         if strange:
             raise ValueError(f"taps: expected layers in [0, {len(self._blocks)}), got {strange}")
-        seen: dict[int, Tensor] = {}
-
-        def hook(index: int) -> Callable[[nn.Module, Any, Any], None]:
-            def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-                seen[index] = output if isinstance(output, Tensor) else output[0]
-
-            return keep
-
-        with one_at_a_time(self.hf_model):
-            handles = [self._blocks[i].register_forward_hook(hook(i)) for i in taps]
-            try:
-                features = self.forward(*args, **kwargs)
-            finally:
-                for handle in handles:
-                    handle.remove()
-        return features, torch.cat([seen[i] for i in taps], dim=-1)
+        features, outputs = self._forward(taps, *args, **kwargs)
+        return features, torch.cat([outputs[i] for i in taps], dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
         """The model's logits [.., V] of features [.., H]."""
@@ -679,6 +746,22 @@ class TargetModel:
         )
 
 
+def _keep_output(seen: dict[int, Tensor], i: int) -> Callable[[nn.Module, Any, Any], None]:
+    """A forward hook that keeps a layer's output under its number."""
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen[i] = output if isinstance(output, Tensor) else output[0]
+
+    return keep
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|; infinite where either is not finite."""
+    a, b = a.double(), b.double()
+    distance = float((a - b).norm() / b.norm().clamp(min=1e-300))
+    return distance if math.isfinite(distance) else math.inf
+
+
 def _find_blocks(base: nn.Module, attentions: list[nn.Module]) -> list[nn.Module]:
     """The decoder layers around these attention modules; empty when no module lists them."""
     for module in base.modules():
@@ -779,10 +862,12 @@ def load_target_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     pack_weights: bool = True,
+    fuse_layers: bool = True,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a directory or a hub name.
 
-    ``pack_weights`` is `TargetModel`'s, on here: the model is ours alone. Returns the `TargetModel`
+    ``pack_weights`` and ``fuse_layers`` are `TargetModel`'s, both on here: the model is ours alone.
+    Returns the `TargetModel`
     and the tokenizer (None when there is none beside the weights). Raises FileNotFoundError for
     what can only be a path and leads to no directory.
     """
@@ -800,4 +885,5 @@ def load_target_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         tokenizer = None
-    return TargetModel(model.eval(), pack_weights=pack_weights), tokenizer
+    target = TargetModel(model.eval(), pack_weights=pack_weights, fuse_layers=fuse_layers)
+    return target, tokenizer

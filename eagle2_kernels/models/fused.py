@@ -1,0 +1,398 @@
+"""Decoder layers of known code, run by few operators of this library instead of their own Python.
+
+::
+
+    [add, norm] -> q/k/v product -> [rotate, store] -> attention -> product
+    -> [add, norm] -> gate/up product -> [silu, mul] -> product                  [..] one operator
+
+Values are rounded where the modules round them, so that a forward differs from theirs by the order
+of sums alone. On a CPU; the products are `packed.py`'s where there are such. Whatever is not known
+to the last sub-module (another class, activation or dtype, a hook, an adapter, a forward put in
+place, patched classes) runs its own code, and so does what was changed since.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from .. import _checks
+from ..attention import tree_attention
+from ..cache import rope_and_write_kv, write_kv
+from ..layer import fused_add_rms_norm, rms_norm, silu_and_mul
+from .packed import PackedLinears, PackedProduct
+
+__all__ = ["Attention", "CacheRows", "FusedLayer", "FusedModel", "Watch", "merged", "norm_of"]
+
+_ops = torch.ops.eagle2_kernels
+# Checked calls where values are to be checked; they take the same arguments.
+_norm: Callable[..., Tensor] = rms_norm if _checks.VALIDATE else _ops.rms_norm.default
+_add_norm: Callable[..., None] = (
+    fused_add_rms_norm if _checks.VALIDATE else _ops.fused_add_rms_norm.default
+)
+_silu: Callable[..., Tensor] = silu_and_mul if _checks.VALIDATE else _ops.silu_and_mul.default
+_rotate: Callable[..., Tensor] = (
+    rope_and_write_kv if _checks.VALIDATE else _ops.rope_and_write_kv.default
+)
+_attend: Callable[..., Any] = (
+    tree_attention if _checks.VALIDATE else _ops.tree_attention_out.default
+)
+
+Multiply = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class CacheRows:
+    """Attention of new rows over one layer's slot cache, where their keys and values go first.
+
+    ``first`` [B] int32 is the slot of each request's first new row, ``lengths`` [B] how many are
+    stored (None: all); the rest is `tree_attention`'s. Called with q, k, v [B, N, H, D].
+    """
+
+    k: Tensor
+    v: Tensor
+    first: Tensor
+    lengths: Tensor | None
+    prefix_lens: Tensor
+    tree_mask: Tensor | None = None
+    tree_len: int | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend by the checked operators: [B, N, Hq, D]."""
+        write_kv(self.k, self.v, k, v, self.first, self.lengths)
+        options = {} if self.tree_len is None else {"tree_len": self.tree_len}
+        return tree_attention(q, self.k, self.v, self.prefix_lens, self.tree_mask, **options)
+
+
+class Attention(NamedTuple):
+    """How a layer attends, as the probe of `TargetModel` saw it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    softcap: float
+    window: int | None
+
+
+class FusedLayer(NamedTuple):
+    """What the loop over layers reads: weights, products, how it attends."""
+
+    norm: Tensor
+    eps: float
+    qkv: Multiply
+    head_norms: dict[str, Any]
+    options: int
+    o: Multiply
+    post_norm: Tensor
+    post_eps: float
+    gate_up: Multiply
+    down: Multiply
+
+
+def merged(modules: Sequence[nn.Linear], products: Iterable[PackedProduct]) -> Multiply:
+    """``x -> [m(x) for m in modules]`` side by side: one packed product, or the layers' own."""
+    known = {tuple(map(id, p.modules)): p for p in products}
+    whole = known.get(tuple(map(id, modules)))
+    if whole is not None:
+        return whole.multiply
+    parts: list[Multiply] = []
+    for m in modules:
+        product = known.get((id(m),))
+        parts.append(_plain(m) if product is None else product.multiply)
+    if len(parts) == 1:
+        return parts[0]
+    return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+
+
+def _plain(linear: nn.Linear) -> Multiply:
+    multiply, weight, bias = F.linear, linear.weight, linear.bias
+    return lambda x: multiply(x, weight, bias)
+
+
+class Watch:
+    """Whether modules are still what they were: the same children, weights and code, no hooks.
+
+    Weights of ``packed`` layers must not have been written to either: a copy of them is in use.
+    What goes unnoticed is what goes unnoticed by `PackedLinears`.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], packed: Iterable[nn.Module]) -> None:
+        modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        copied = {id(m) for m in packed}
+        # Straight from the dictionaries, in few passes: this runs at every forward.
+        self._own = [vars(m) for m in modules]
+        self._hooks: list[Any] = [
+            h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)
+        ]
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
+        self._tables = [(m._parameters, name) for m in modules for name in m._parameters]
+        self._weights = [table[name] for table, name in self._tables]
+        self._kept = [w for w in self._weights if w is not None]
+        self._places = [w.data_ptr() for w in self._kept]
+        # inference tensors count no versions
+        self._counted = [
+            w
+            for m in modules
+            if id(m) in copied
+            for w in m._parameters.values()
+            if w is not None and not w.is_inference()
+        ]
+        self._versions = [w._version for w in self._counted]
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed."""
+        return not (
+            any(self._hooks)
+            or any(["forward" in own for own in self._own])
+            or any([now != before for now, before in self._children])
+            or any(map(is_not, [table[name] for table, name in self._tables], self._weights))
+            or [w.data_ptr() for w in self._kept] != self._places
+            or [w._version for w in self._counted] != self._versions
+        )
+
+
+class FusedModel:
+    """The base model of a causal LM (embedding, layers, final norm) by fused operators."""
+
+    def __init__(
+        self,
+        base: Any,
+        attentions: Sequence[Attention],
+        packed: PackedLinears,
+    ) -> None:
+        self._base = base
+        self._rotary = base.rotary_emb
+        self._embedding = base.embed_tokens.weight
+        self._final = norm_of(base.norm)
+        products = [p for p in packed.inside(base) if p.is_current()]
+        kinds = list(dict.fromkeys((a.scaling, a.softcap, a.window) for a in attentions))
+        self._kinds = [_attention_options(*kind) for kind in kinds]
+        self._layers = [
+            _layer_of(block, kinds.index((a.scaling, a.softcap, a.window)), products)
+            for block, a in zip(base.layers, attentions, strict=True)
+        ]
+        self._heads = attentions[0].num_heads, attentions[0].head_dim
+        roots = [base.embed_tokens, base.layers, base.norm]
+        self._watch = Watch(roots, [m for p in products for m in p.modules])
+        self._around = vars(base), base._modules, dict(base._modules)
+
+    @classmethod
+    def of(
+        cls, base: Any, attentions: Sequence[Attention], packed: PackedLinears
+    ) -> FusedModel | None:
+        """This model, where its code is known to the last module; else None."""
+        return cls(base, attentions, packed) if _is_known(base, attentions) else None
+
+    def is_current(self) -> bool:
+        """Whether the model is still what was looked at here, and in eval mode."""
+        own, children, before = self._around
+        return (
+            not (
+                own["training"]
+                or own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or "forward" in own
+                or children != before
+            )
+            and self._watch.is_current()
+        )
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        k_caches: Sequence[Tensor],
+        v_caches: Sequence[Tensor],
+        prefix_lens: Tensor,
+        tree_mask: Tensor | None,
+        depths: Tensor | None,
+        lengths: Tensor | None,
+        taps: Collection[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Features behind the final norm, and the outputs of the layers ``taps``.
+
+        Arguments are those of `TargetModel.forward`.
+        """
+        residual = torch.embedding(self._embedding, token_ids)
+        cos, sin = self._rotary(residual, position_ids)
+        heads, dim = self._heads
+        b, n, _ = residual.shape
+        # One layer reads it before the next one writes it.
+        attended = residual.new_empty(b, n, heads, dim)
+        flat = attended.view(b, n, heads * dim)
+        kinds = [
+            options | {"out": attended} | ({"depths": depths} if "window" in options else {})
+            for options in self._kinds
+        ]
+        add_norm, rotate, attend, silu = _add_norm, _rotate, _attend, _silu
+        tapped: dict[int, Tensor] = {}
+        x = None
+        for i, layer in enumerate(self._layers):
+            norm, eps, qkv, head_norms, kind, o, post_norm, post_eps, gate_up, down = layer
+            if x is None:
+                x = _norm(residual, norm, eps)
+            else:
+                add_norm(x, residual, norm, eps)
+                if i - 1 in taps:
+                    tapped[i - 1] = residual.clone()
+            k, v = k_caches[i], v_caches[i]
+            q = rotate(qkv(x), cos, sin, k, v, prefix_lens, lengths, None, **head_norms)
+            attend(q, k, v, prefix_lens, tree_mask, **kinds[kind])
+            x = o(flat)
+            add_norm(x, residual, post_norm, post_eps)
+            x = down(silu(gate_up(x)))
+        assert x is not None
+        add_norm(x, residual, *self._final)
+        last = len(self._layers) - 1
+        if last in taps:
+            tapped[last] = residual
+        return x, tapped
+
+
+def _attention_options(scaling: float, softcap: float, window: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"sm_scale": scaling}
+    if softcap:
+        options["softcap"] = softcap
+    if window is not None:
+        options["window"] = window
+    return options
+
+
+def _layer_of(block: Any, kind: int, products: Sequence[PackedProduct]) -> FusedLayer:
+    attention, mlp = block.self_attn, block.mlp
+    head_norms: dict[str, Any] = {}
+    if hasattr(attention, "q_norm"):
+        (q_weight, eps), (k_weight, _) = norm_of(attention.q_norm), norm_of(attention.k_norm)
+        head_norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
+    return FusedLayer(
+        *norm_of(block.input_layernorm),
+        merged([attention.q_proj, attention.k_proj, attention.v_proj], products),
+        head_norms,
+        kind,
+        merged([attention.o_proj], products),
+        *norm_of(block.post_attention_layernorm),
+        merged([mlp.gate_proj, mlp.up_proj], products),
+        merged([mlp.down_proj], products),
+    )
+
+
+def norm_of(norm: Any) -> tuple[Tensor, float]:
+    """Weight and eps of a norm, of transformers or of a head."""
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return norm.weight, float(eps)
+
+
+# Families of transformers whose layers are Llama's but for biases, head norms and windows, by the
+# folder of their code.
+_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def _is_known(base: Any, attentions: Sequence[Attention]) -> bool:
+    for folder, name in _FAMILIES.items():
+        code = sys.modules.get(f"transformers.models.{folder}.modeling_{folder}")
+        if code is not None and type(base) is getattr(code, f"{name}Model", None):
+            break
+    else:
+        return False
+    try:
+        return _matches(base, code, name, attentions)
+    except AttributeError:
+        # other names in another transformers
+        return False
+
+
+def _matches(base: Any, code: Any, family: str, attentions: Sequence[Attention]) -> bool:
+    from transformers.activations import SiLUActivation
+
+    own = {part: getattr(code, family + part) for part in ("RMSNorm", "Attention", "MLP")}
+    layer, norm = getattr(code, f"{family}DecoderLayer"), own["RMSNorm"]
+    silu = SiLUActivation, nn.SiLU
+    classes = [*own.values(), layer, type(base), nn.Linear, nn.Embedding, *silu]
+    turn = code.apply_rotary_pos_emb
+    if not all(map(_is_own, classes)) or inspect.unwrap(turn).__globals__ is not vars(code):
+        return False
+    embed = base.embed_tokens
+    outer = {"embed_tokens": nn.Embedding, "norm": norm, "layers": nn.ModuleList}
+    if not _has(base, outer, {"rotary_emb"}) or embed.max_norm is not None:
+        return False
+    dtype, size = embed.weight.dtype, embed.weight.shape[1]
+    if dtype not in _checks.FLOATS or len(attentions) != len(base.layers):
+        return False
+    shapes = {base.norm: (size,), embed: tuple(embed.weight.shape)}
+    q_and_k = {"q_norm": norm, "k_norm": norm} if family == "Qwen3" else {}
+    linears = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), nn.Linear)
+    first = attentions[0]
+    for block, a in zip(base.layers, attentions, strict=True):
+        attention, mlp = block.self_attn, block.mlp
+        parts = {"self_attn": own["Attention"], "mlp": own["MLP"]}
+        norms = {"input_layernorm": norm, "post_attention_layernorm": norm}
+        gated = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), nn.Linear)
+        if not (
+            type(block) is layer
+            and _has(block, parts | norms)
+            and _has(attention, linears | q_and_k)
+            and _has(mlp, gated, {"act_fn"})
+            and type(mlp.act_fn) in silu
+            and (a.num_heads, a.head_dim) == (first.num_heads, first.head_dim)
+        ):
+            return False
+        q, kv, inner = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, mlp.gate_proj
+        shapes |= {
+            block.input_layernorm: (size,),
+            block.post_attention_layernorm: (size,),
+            attention.q_proj: (q, size),
+            attention.k_proj: (kv, size),
+            attention.v_proj: (kv, size),
+            attention.o_proj: (size, q),
+            mlp.gate_proj: (inner.out_features, size),
+            mlp.up_proj: (inner.out_features, size),
+            mlp.down_proj: (size, inner.out_features),
+        }
+        if q_and_k:
+            shapes |= {attention.q_norm: (a.head_dim,), attention.k_norm: (a.head_dim,)}
+            if attention.q_norm.variance_epsilon != attention.k_norm.variance_epsilon:
+                return False
+    return all(_has_weights(m, dtype, shape) for m, shape in shapes.items()) and all(
+        _is_plain(m) for m in base.modules()
+    )
+
+
+def _is_own(cls: Any) -> bool:
+    """Whether a class has the forward that was written for it, not one patched in."""
+    home = vars(sys.modules[cls.__module__])
+    return getattr(inspect.unwrap(cls.forward), "__globals__", None) is home
+
+
+def _has(module: nn.Module, children: dict[str, Any], others: Collection[str] = ()) -> bool:
+    """Whether a module has these children, by their exact class, and no more but ``others``."""
+    found = module._modules
+    return found.keys() == children.keys() | set(others) and all(
+        type(found[name]) is cls for name, cls in children.items()
+    )
+
+
+def _has_weights(module: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return tuple(module.weight.shape) == shape and all(
+        type(p) is nn.Parameter
+        and p.dtype == dtype
+        and p.device.type == "cpu"
+        and p.is_contiguous()
+        for p in module._parameters.values()
+        if p is not None
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing but its class's code runs when a module is called."""
+    return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
