@@ -7,6 +7,8 @@ values too, is `rope_and_write_kv`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,7 +91,7 @@ def silu_and_mul(x: Tensor, *, validate: bool = False) -> Tensor:
     return _checks.call(_silu, _check_silu, validate, x)
 
 
-def _check_rows(name: str, x: Tensor, dtypes: object, width: int | None) -> None:
+def _check_rows(name: str, x: Tensor, dtypes: Any, width: int | None) -> None:
     if not isinstance(x, Tensor) or x.dim() < 1:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         error = ValueError if isinstance(x, Tensor) else TypeError
