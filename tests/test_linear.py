@@ -1,6 +1,8 @@
 """packed_linear: the oracle's values, and bits that are a row's own."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,6 +189,28 @@ def test_sums_are_of_float32_and_rounded_once_ties_to_even(terms, want):
     x, bias = x[:, :-1], x[0, -1:].expand(33).contiguous()
     packed = ek.pack_linear_weight(torch.ones(33, len(terms) - 1, dtype=BF16))
     assert (ek.packed_linear(x, packed, 33, bias) == want).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the advice is Linux's")
+def test_large_packed_weights_ask_for_huge_pages():
+    """Alone, or as a part of memory that is large."""
+    memory = torch.empty(8 << 20, dtype=BF16)
+    part = memory[4096 : 4096 + 64 * 32].view(2, 16, 32, 2)
+    torch.ops.eagle2_kernels.pack_linear_weight_out(layer(64, 32)[0], packed=part)
+    whole = ek.pack_linear_weight(torch.zeros(4096, 1024, dtype=BF16))
+    for packed in (memory, whole):
+        assert "hg" in mapping_flags(packed.data_ptr() + packed.nbytes // 2)
+
+
+def mapping_flags(address):
+    """What Linux notes of the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()
+    return []
 
 
 BAD = [

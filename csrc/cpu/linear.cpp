@@ -3,7 +3,10 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <cstring>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "args.h"
 
@@ -56,9 +59,27 @@ Shape packed_shape(const Tensor& weight) {
   return {{(weight.size(0) + kPanel - 1) / kPanel, (weight.size(1) + 1) / 2, kPanel, 2}, 4};
 }
 
+// Weights are read once a step, all of them: every page costs a walk through the page tables, and
+// a huge page one for 512. So the storage of the packed weight, which may be that of many, is asked
+// for in huge pages, before it is first written.
+void advise_huge_pages(const Tensor& tensor) {
+#ifdef __linux__
+  constexpr uintptr_t kHuge = 2 << 20;
+  int64_t bytes = 0;
+  if (aoti_torch_get_storage_size(tensor.get(), &bytes) != AOTI_TORCH_SUCCESS) return;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(words_of(tensor)) -
+                         static_cast<uintptr_t>(tensor.storage_offset()) * sizeof(uint16_t);
+  const uintptr_t begin = (data + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t end = (data + static_cast<uintptr_t>(bytes)) / kHuge * kHuge;
+  // Only a hint: where it is refused, pages are small.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 void pack_linear_weight_out(const Tensor& weight, const Tensor& packed) {
   const Shape shape = packed_shape(weight);
   uint16_t* to = output(packed, "packed", shape);
+  advise_huge_pages(packed);
   const int64_t out_features = weight.size(0), in_features = weight.size(1);
   const int64_t pairs = shape.size[1];
   const int64_t row = weight.stride(0), step = weight.stride(1);

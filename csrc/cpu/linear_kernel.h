@@ -5,8 +5,8 @@
 // A block of rows and a panel's columns are a tile of accumulators in registers: the panel is read
 // as one stream, in order, once for each block, and each sum is one chain over ascending k whatever
 // the tile. So a row's bits depend on nothing but the row. Few rows are bound by the stream from
-// memory, which is fetched ahead across panels; with many, panels stay in the cache between blocks,
-// and x comes from a copy in blocks whose rows are a fixed distance apart.
+// memory, which is fetched ahead, across panels; with many, a panel stays in the cache between
+// blocks. x comes from a copy in which the rows of a block are a fixed distance apart.
 //
 // Bytes read per output element: 2 in_features / rows of the weight from memory.
 
@@ -39,7 +39,10 @@ constexpr int kWords = 2;
 #endif
 constexpr int64_t kPitch = kChunk * kWords + 16;
 
-constexpr int64_t kAhead = 4096;  // bytes of the weight
+// What is fetched into the second-level cache: the stream, so many bytes ahead of where it is read;
+// where several passes go over a panel of at most kKept bytes, the next panel in their course.
+constexpr int64_t kAhead = 4096;
+constexpr int64_t kKept = 256 << 10;
 
 inline int64_t chunks_of(int64_t pairs) { return (pairs + kChunk - 1) / kChunk; }
 
@@ -144,17 +147,24 @@ inline void stage_row(const uint16_t* x, int64_t in_features, int64_t first, int
 #endif
 }
 
+// Where a pass over a panel fetches from, and how far it goes on with each pair of k.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
 // Columns [0, V vectors) of R rows. `weights` is at the first of the columns.
 template <int R, int V>
-void tile(const Linear& linear, const Word* x, const uint16_t* weights, int64_t row,
+void tile(const Linear& linear, const Word* x, const uint16_t* weights, Ahead ahead, int64_t row,
           int64_t column) {
   F32 sum[R][V] = {};
   const int64_t pairs = linear.pairs();
   for (int64_t first = 0; first < pairs; first += kChunk, x += R * kPitch) {
     const int64_t count = std::min(kChunk, pairs - first);
     for (int64_t i = 0; i < count; ++i, weights += 2 * kPanel) {
-      __builtin_prefetch(weights + kAhead / 2);
-      if constexpr (V * kLanes == kPanel) __builtin_prefetch(weights + kAhead / 2 + kPanel);
+      __builtin_prefetch(ahead.at, 0, 2);
+      __builtin_prefetch(ahead.at + 64, 0, 2);
+      ahead.at += ahead.step;
       Weights w[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) w[v] = load_weights(weights + 2 * v * kLanes);
@@ -196,22 +206,23 @@ void tile(const Linear& linear, const Word* x, const uint16_t* weights, int64_t 
 
 // `unit` columns of `rows` rows.
 template <int R = kRows>
-void tiles(int64_t rows, const Linear& linear, const Word* x, const uint16_t* weights, int64_t row,
-           int64_t column) {
+void tiles(int64_t rows, const Linear& linear, const Word* x, const uint16_t* weights, Ahead ahead,
+           int64_t row, int64_t column) {
   if constexpr (R > 1) {
-    if (rows < R) return tiles<R - 1>(rows, linear, x, weights, row, column);
+    if (rows < R) return tiles<R - 1>(rows, linear, x, weights, ahead, row, column);
   }
   const int64_t end = std::min(column + linear.unit, linear.out_features);
   if constexpr (kVectors * kLanes == kPanel) {
-    if (linear.unit == kPanel / 2) return tile<R, 1>(linear, x, weights, row, column);
+    if (linear.unit == kPanel / 2) return tile<R, 1>(linear, x, weights, ahead, row, column);
   }
   for (; column < end; column += kVectors * kLanes, weights += 2 * kVectors * kLanes) {
-    tile<R, kVectors>(linear, x, weights, row, column);
+    tile<R, kVectors>(linear, x, weights, ahead, row, column);
   }
 }
 
 void run(const Linear& linear, int64_t begin, int64_t end) {
   const int64_t units = linear.units(), pairs = linear.pairs(), chunks = chunks_of(pairs);
+  const int64_t panel_bytes = pairs * 4 * kPanel;
   const int64_t group_rows = (linear.rows + linear.groups - 1) / linear.groups;
   Arena arena;
   Word* staged = arena.take<Word>(group_rows * chunks * kPitch);
@@ -237,7 +248,14 @@ void run(const Linear& linear, int64_t begin, int64_t end) {
           linear.packed + column / kPanel * pairs * 2 * kPanel + column % kPanel * 2;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t first = b * rows / blocks, count = (b + 1) * rows / blocks - first;
-        tiles(count, linear, staged + first * chunks * kPitch, weights, row0 + first, column);
+        const char* from = reinterpret_cast<const char*>(weights);
+        Ahead ahead{from + kAhead, 4 * kPanel};
+        if (blocks > 1 && panel_bytes <= kKept) {
+          ahead = {from + panel_bytes + b * panel_bytes / blocks,
+                   (4 * kPanel + blocks - 1) / blocks};
+        }
+        tiles(count, linear, staged + first * chunks * kPitch, weights, ahead, row0 + first,
+              column);
       }
     }
   }

@@ -31,7 +31,7 @@ __all__ = [
     "weight_state",
 ]
 
-_pack = getattr(torch.ops, ops.NAMESPACE).pack_linear_weight.default
+_pack_into = getattr(torch.ops, ops.NAMESPACE).pack_linear_weight_out.default
 _packed_linear = getattr(torch.ops, ops.NAMESPACE).packed_linear.default
 
 # Siblings that read the same input, by the names that transformers gives them, in call order.
@@ -43,9 +43,19 @@ def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """``x -> x W^T + b`` from a packed copy of ``weight`` [out, in], which must stay unchanged."""
-    packed, out_features = _pack(weight), weight.shape[0]
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, memory: Tensor | None = None
+) -> Callable[[Tensor], Tensor]:
+    """``x -> x W^T + b`` from a packed copy of ``weight`` [out, in], which must stay unchanged.
+
+    The copy takes the first `_elements` of ``memory``, where that is given.
+    """
+    out_features, in_features = weight.shape
+    if memory is None:
+        memory = weight.new_empty(_elements(out_features, in_features))
+    packed = memory[: _elements(out_features, in_features)]
+    packed = packed.view((out_features + 31) // 32, (in_features + 1) // 2, 32, 2)
+    _pack_into(weight, packed=packed)
     if bias is not None:
         bias = bias.contiguous()
 
@@ -55,6 +65,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
         return _packed_linear(input, packed, out_features, bias)
 
     return linear
+
+
+def _elements(out_features: int, in_features: int) -> int:
+    """Elements of a packed weight."""
+    return (out_features + 31) // 32 * 32 * ((in_features + 1) // 2 * 2)
 
 
 # Not in the objects themselves: a lock can be neither copied nor pickled.
@@ -102,16 +117,22 @@ class PackedLinears:
             for key, m in modules.items()
             if type(m) is nn.Linear and "forward" not in vars(m) and can_pack(m.weight)
         }
-        self._products: list[PackedProduct] = []
+        groups = []
         for parent in modules.values():
             for names in _TOGETHER:
                 group = [linears.get(id(getattr(parent, name, None))) for name in names]
                 if _go_together(group):
-                    together = [m for m in group if m is not None]
-                    self._products.append(PackedProduct(together))
-                    for m in together:
+                    groups.append([m for m in group if m is not None])
+                    for m in groups[-1]:
                         del linears[id(m)]
-        self._products += [PackedProduct([m]) for m in linears.values()]
+        groups += [[m] for m in linears.values()]
+        sizes = [_elements(sum(m.out_features for m in g), g[0].in_features) for g in groups]
+        # In one piece, which may lie in huge pages; small weights by themselves do not fill one.
+        memory = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cpu")
+        self._products = [
+            PackedProduct(group, part)
+            for group, part in zip(groups, memory.split(sizes), strict=True)
+        ]
         self._active: list[PackedProduct] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,7 +214,7 @@ class PackedProduct:
         multiply: x [..., in] -> [..., sum(sizes)] from the packed copy.
     """
 
-    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+    def __init__(self, modules: Sequence[nn.Linear], memory: Tensor) -> None:
         self.modules = list(modules)
         self.sizes = [m.out_features for m in modules]
         self._seen = [
@@ -207,6 +228,7 @@ class PackedProduct:
         self.multiply = pack_linear(
             weights[0] if len(weights) == 1 else torch.cat(weights),
             (torch.cat(biases) if len(biases) > 1 else biases[0]) if biases else None,
+            memory,
         )
         self._shared = _Shared(self.multiply, self.sizes)
         self._forwards = self._shared.forwards()
