@@ -69,6 +69,13 @@ def _tiny(device: torch.device) -> dict[str, tuple[tuple, dict]]:
             (ones(1, 2).bfloat16(), zeros(1, 1, 32, 2, dtype=torch.bfloat16), 2),
             {},
         ),
+        "rms_norm": ((ones(1, 1, 8), ones(8)), {}),
+        "fused_add_rms_norm": ((ones(1, 1, 8), zeros(1, 1, 8), ones(8)), {}),
+        "silu_and_mul": ((ones(1, 1, 8),), {}),
+        "rope_and_write_kv": (
+            (ones(1, 1, 24), ones(1, 1, 8), zeros(1, 1, 8), k_cache, v_cache, one),
+            {},
+        ),
         "write_kv": ((k_cache, v_cache, ones(1, 1, 1, 8), ones(1, 1, 1, 8), one), {}),
     }
 

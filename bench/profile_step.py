@@ -1,10 +1,12 @@
-"""Where a decode step's time goes: the demo's tree and plain decoding, eager and compiled.
+"""Where a decode step's time goes: the demo's tree and plain decoding, by three forwards.
 
-All four ways are timed in turn, then run once under torch's profiler. A line is a kind of work, its
-milliseconds a step and its share of the step; operators are the profiler's, "python and dispatch"
-is the rest of the step as timed alone (the profiler slows Python, and small operators a little).
-The floor is what the matrix products alone would take: their weights at the read bandwidth or their
-operations at the matmul rate, whichever is longer, both measured at the start.
+"fused" is the default, layers by this library's operators; "modules" their own Python, "compiled"
+kernels that Inductor makes of it. All ways are timed in turn, then run once under torch's profiler.
+A line is a kind of work, its milliseconds a step and its share of the step; operators are the
+profiler's, "python and dispatch" is the rest of the step as timed alone (the profiler slows Python,
+and small operators a little). The floor is what the matrix products alone would take: their weights
+at the read bandwidth or their operations at the matmul rate, whichever is longer, both measured at
+the start.
 """
 
 from __future__ import annotations
@@ -28,9 +30,15 @@ PROMPT = "Explain how a hash table works."
 # The first kind that has a part of an operator's name takes it.
 KINDS = {
     "matrix products": ("packed_linear", "mkldnn::", "aten::mm", "aten::addmm", "aten::bmm"),
+    "norms, rotation, activation, residuals": (
+        "rms_norm",
+        "silu_and_mul",
+        "rope_and_write_kv",
+        "cpp_fused",
+    ),
     "attention and cache": ("tree_attention", "write_kv", "compact_kv"),
     "tree building and verification": ("eagle2_kernels::",),
-    "norms, rotation, activation, residuals, other": ("aten::", "cpp_fused"),
+    "other operators of torch": ("aten::",),
 }
 REST = "python and dispatch"
 
@@ -93,6 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of each decoding (48)")
     parser.add_argument("--rounds", type=int, default=5, help="timed, each of all ways (5)")
     parser.add_argument("--eager", action="store_true", help="leave out the compiled decoder")
+    parser.add_argument("--fused", action="store_true", help="the fused one alone")
     parser.add_argument("--save", action="store_true", help="write bench/results/profile_step.csv")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -100,8 +109,10 @@ def main() -> None:
     demo = load_demo()
     chat = [{"role": "user", "content": PROMPT}]
     prompt = demo.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    decoders = {"eager": demo}
-    if not options.eager:
+    decoders = {"fused": demo}
+    if not options.fused:
+        decoders["modules"] = load_demo(fuse_layers=False)
+    if not (options.fused or options.eager):
         from torch._inductor import config
 
         # a name for each fused kernel in the profile

@@ -191,6 +191,8 @@ class EagleDecoder:
         if compile:
             self.target = self.target.compiled()
             head.compile_layer()
+        elif self.target.fuse_layers:
+            head.fuse_layer()
         self._taps = head.taps(self.target.num_layers)
         self.cuda_graph = cuda_graph
         if cuda_graph:

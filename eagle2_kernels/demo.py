@@ -119,12 +119,13 @@ def load_demo(
     device: torch.device | str = "cpu",
     *,
     compile: bool = False,
+    fuse_layers: bool = True,
 ) -> EagleDecoder:
     """Return the ready demo decoder: target, shipped head and `.tokenizer`.
 
     Its tree is `DEMO_TREE`, what `eagle2 tune` finds on two cores. ``dtype`` defaults to
-    `default_dtype()`; ``compile`` is `EagleDecoder`'s. Raises DemoUnavailableError when the target
-    cannot be had.
+    `default_dtype()`; ``compile`` is `EagleDecoder`'s, ``fuse_layers`` `TargetModel`'s. Raises
+    DemoUnavailableError when the target cannot be had.
     """
     from eagle2_kernels.decode import EagleDecoder, TreeConfig
     from eagle2_kernels.models.heads import EagleHead
@@ -132,7 +133,7 @@ def load_demo(
 
     target = load_target(dtype, device)
     head = EagleHead.from_pretrained(demo_head_dir(), target=target)
-    model = TargetModel(target, pack_weights=True)
+    model = TargetModel(target, pack_weights=True, fuse_layers=fuse_layers)
     return EagleDecoder(model, head, load_tokenizer(), TreeConfig(*DEMO_TREE), compile=compile)
 
 

@@ -11,6 +11,9 @@ from torch import nn
 
 from eagle2_kernels import EagleDecoder, SamplingParams, TargetModel, TreeConfig
 from eagle2_kernels.models import fused
+from eagle2_kernels.models.draft import new_draft_cache, refeed
+from eagle2_kernels.models.fused import CacheRows
+from eagle2_kernels.models.heads import Eagle3Head, EagleHead
 from eagle2_kernels.models.packed import can_pack
 
 transformers = pytest.importorskip("transformers")
@@ -134,6 +137,88 @@ def test_trees_emit_what_plain_decoding_emits(name, kind):
         # and what the modules emit
         slow = EagleDecoder(TargetModel(model, fuse_layers=False), tiny_head(model, kind=kind))
         assert slow.generate(PROMPTS, **options, sampling=sampling).token_ids == want
+
+
+HEADS = {
+    "EAGLE-2": (EagleHead, {}),
+    "EAGLE-2, q/k/v biases, no fc bias": (EagleHead, {"attention_bias": True, "fc_bias": False}),
+    "EAGLE-2, head norms": (EagleHead, {"qk_norm": True}),
+    "EAGLE-3": (Eagle3Head, {}),
+    "EAGLE-3, residual normed": (Eagle3Head, {"norm_before_residual": True, "qk_norm": True}),
+    "EAGLE-3.1": (Eagle3Head, {"norm_output": True, "fc_norm": True, "norm_before_fc": True}),
+}
+
+
+def head_of(model, name, pack):
+    kind, variant = HEADS[name]
+    head = kind.from_target(model, seed=2, **variant)
+    with torch.no_grad():
+        for p in head.parameters():
+            if p.ndim == 1:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) * 0.2)
+    return head.pack_weights() if pack else head
+
+
+@torch.inference_mode()
+def draft(head, features):
+    """Re-fed pairs of two requests, padded, then a level of a tree; logits, then the cache."""
+    cache = new_draft_cache(head, 2, 20)
+    fed = refeed(head, cache, tokens(10, 1).view(2, 5), features, lens(2, 0), lens(5, 3))
+    mask = torch.tensor([[[0b1001], [0b10010], [0b100100]]] * 2)
+    prefix = lens(7, 3)
+    # three rows behind three earlier ones of the tree
+    rows = CacheRows(cache.k, cache.v, prefix + 3, None, prefix, mask, 6)
+    hidden = head.advance(
+        tokens(6, 4).view(2, 3), fed[:, :3], prefix[:, None] + lens(1, 1, 1), rows
+    )
+    return head.logits(hidden), hidden, fed[0], fed[1, :3], cache.k, cache.v
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("pack", [False, True], ids=["plain", "packed"])
+def test_a_heads_layer_is_the_modules(name, dtype, pack):
+    model = tiny_model(num_hidden_layers=7, dtype=dtype)
+    fast, slow = head_of(model, name, pack).fuse_layer(), head_of(model, name, pack)
+    for scale in (1.0, 1.5):
+        fast.embed_scale = slow.embed_scale = scale
+        features = torch.randn(2, 5, fast.feature_size, generator=torch.Generator().manual_seed(1))
+        features = features.to(dtype)
+        before = features.clone()
+        with torch.inference_mode():
+            assert fast.is_fused and not slow.is_fused
+        for got, want in zip(draft(fast, features), draft(slow, features), strict=True):
+            assert got.dtype == want.dtype and near(got, want)
+        assert torch.equal(features, before)
+
+
+HEAD_CHANGES = {
+    "hook": lambda h: h.layers[0].mlp.register_forward_hook(lambda *args: None),
+    "weight": lambda h: setattr(h.fc, "weight", nn.Parameter(h.fc.weight * 2)),
+    "module": lambda h: setattr(h.layers[0].mlp, "up_proj", nn.Sequential(h.layers[0].mlp.up_proj)),
+    "class": lambda h: setattr(
+        h.layers[0].mlp, "__class__", type("Mine", (type(h.layers[0].mlp),), {})
+    ),
+    "dtype": lambda h: h.layers[0].post_attention_layernorm.double(),
+    "forward": lambda h: setattr(h.fc, "forward", lambda x: -x),
+}
+
+
+@pytest.mark.parametrize("change", HEAD_CHANGES)
+def test_a_head_of_other_code_runs_its_modules(change):
+    """Seen when it is fused, and what a module does not carry about itself afterwards too."""
+    head = tiny_head(tiny_model(dtype=torch.float32)).fuse_layer()
+    assert fuses(head) and not head.is_fused  # gradients are on here
+    HEAD_CHANGES[change](head)
+    assert fuses(head) == (change == "class")
+    assert fuses(head.fuse_layer()) == (change == "weight")
+
+
+def test_a_head_bound_again_or_copied_runs_its_modules():
+    model = tiny_model(dtype=torch.float32)
+    head = tiny_head(model).fuse_layer()
+    assert not fuses(pickle.loads(pickle.dumps(head))) and not fuses(copy.deepcopy(head))
+    assert fuses(head) and not fuses(head.bind(model))
 
 
 def test_a_rows_bits_are_its_own():

@@ -13,11 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..attention import tree_attention
-from ..cache import write_kv
 from ..expand import expand_topk, extend_draft_tree
+from .fused import CacheRows
 from .heads import EagleHead
-from .packed import in_use
 
 __all__ = [
     "Candidates",
@@ -129,15 +127,9 @@ def refeed(
     and lengths [B] int32 -> the head's output [B, R, H]; rows from lengths[b] on are padding.
     K/V that tree rows of the last step left in these slots are overwritten.
     """
-    rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        write_kv(cache.k, cache.v, k, v, prefix_lens, lengths)
-        return tree_attention(q, cache.k, cache.v, prefix_lens)
-
-    with in_use(head.packed):
-        fused = head.fuse(features)
-    return head.advance(token_ids, fused, prefix_lens[:, None] + rows, attend)
+    positions = prefix_lens[:, None] + torch.arange(token_ids.shape[1], device=token_ids.device)
+    rows = CacheRows(cache.k, cache.v, prefix_lens, lengths, prefix_lens)
+    return head.advance(token_ids, head.fuse_packed(features), positions, rows)
 
 
 class HeadDrafter:
@@ -165,13 +157,9 @@ class HeadDrafter:
         tree_len = (level + 1) * top_k
         words = mask[..., : (tree_len + 63) // 64]
         first = prefix_lens + level * top_k
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            write_kv(cache.k, cache.v, k, v, first)
-            return tree_attention(q, cache.k, cache.v, prefix_lens, words, tree_len=tree_len)
-
+        place = CacheRows(cache.k, cache.v, first, None, prefix_lens, words, tree_len)
         positions = (prefix_lens.long() + level)[:, None].expand(tokens.shape)
-        self._hidden = head.advance(tokens, take_rows(self._hidden, rows), positions, attend)
+        self._hidden = head.advance(tokens, take_rows(self._hidden, rows), positions, place)
         return head.logits(self._hidden)
 
 

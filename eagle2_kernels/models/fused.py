@@ -31,7 +31,7 @@ from ..cache import rope_and_write_kv, write_kv
 from ..layer import fused_add_rms_norm, rms_norm, silu_and_mul
 from .packed import PackedLinears, PackedProduct
 
-__all__ = ["Attention", "CacheRows", "FusedLayer", "FusedModel", "Watch", "merged", "norm_of"]
+__all__ = ["Attention", "CacheRows", "FusedHead", "FusedModel", "are_plain"]
 
 _ops = torch.ops.eagle2_kernels
 # Checked calls where values are to be checked; they take the same arguments.
@@ -260,6 +260,69 @@ class FusedModel:
         return x, tapped
 
 
+class FusedHead:
+    """A draft head's layer over a slot cache by fused operators; see `EagleHead.advance`."""
+
+    def __init__(self, head: Any) -> None:
+        layer, config = head.layers[0], head.config
+        attention, mlp = layer.self_attn, layer.mlp
+        products = [p for p in head.packed.inside(head) if p.is_current()]
+        self._head, self._buffers = head, head._buffers
+        self._heads = config.num_attention_heads, config.head_dim
+        self._dtype = head.fc.weight.dtype
+        self._eagle3 = hasattr(layer, "hidden_norm")
+        self._fc = merged([head.fc], products)
+        self._qkv = merged([attention.q_proj, attention.k_proj, attention.v_proj], products)
+        self._head_norms = _head_norms(attention)
+        self._o = merged([attention.o_proj], products)
+        self._post_norm = norm_of(layer.post_attention_layernorm)
+        self._gate_up = merged([mlp.gate_proj, mlp.up_proj], products)
+        self._down = merged([mlp.down_proj], products)
+        if self._eagle3:
+            self._input_norm = norm_of(layer.input_layernorm)
+            self._hidden_norm = norm_of(layer.hidden_norm)
+            self._output_norm = norm_of(head.norm)
+        self._watch = Watch([head], [m for p in products for m in p.modules])
+
+    def is_current(self) -> bool:
+        """Whether the head is still what was looked at here."""
+        return self._watch.is_current()
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """An EAGLE-3 head's output norm."""
+        return _norm(hidden, *self._output_norm)
+
+    def advance(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, rows: CacheRows
+    ) -> Tensor:
+        """`EagleHead.advance` over a cache's rows."""
+        buffers, config = self._buffers, self._head.config
+        e = torch.embedding(buffers["embed_weight"], tokens)
+        if self._head.embed_scale != 1.0:
+            e = e * self._head.embed_scale
+        e, features = e.to(self._dtype), features.to(self._dtype)
+        if self._eagle3:
+            normed = _norm(features, *self._hidden_norm)
+            x = torch.cat((_norm(e, *self._input_norm), normed), dim=-1)
+            # the residual stream is written to
+            residual = normed if config.norm_before_residual else features.clone()
+        else:
+            x = residual = self._fc(torch.cat((e, features), dim=-1))
+        frequencies = buffers["inv_freq"]
+        angles = positions[..., None].float() * torch.cat((frequencies, frequencies))
+        cos, sin, first = angles.cos(), angles.sin(), rows.first
+        options: dict[str, Any] = {} if rows.tree_len is None else {"tree_len": rows.tree_len}
+        q = _rotate(
+            self._qkv(x), cos, sin, rows.k, rows.v, first, rows.lengths, None, **self._head_norms
+        )
+        attended = torch.empty_like(q)
+        _attend(q, rows.k, rows.v, rows.prefix_lens, rows.tree_mask, out=attended, **options)
+        x = self._o(attended.flatten(-2))
+        _add_norm(x, residual, *self._post_norm)
+        residual += self._down(_silu(self._gate_up(x)))
+        return self.norm(residual) if self._eagle3 and config.norm_output else residual
+
+
 def _attention_options(scaling: float, softcap: float, window: int | None) -> dict[str, Any]:
     options: dict[str, Any] = {"sm_scale": scaling}
     if softcap:
@@ -271,20 +334,24 @@ def _attention_options(scaling: float, softcap: float, window: int | None) -> di
 
 def _layer_of(block: Any, kind: int, products: Sequence[PackedProduct]) -> FusedLayer:
     attention, mlp = block.self_attn, block.mlp
-    head_norms: dict[str, Any] = {}
-    if hasattr(attention, "q_norm"):
-        (q_weight, eps), (k_weight, _) = norm_of(attention.q_norm), norm_of(attention.k_norm)
-        head_norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
     return FusedLayer(
         *norm_of(block.input_layernorm),
         merged([attention.q_proj, attention.k_proj, attention.v_proj], products),
-        head_norms,
+        _head_norms(attention),
         kind,
         merged([attention.o_proj], products),
         *norm_of(block.post_attention_layernorm),
         merged([mlp.gate_proj, mlp.up_proj], products),
         merged([mlp.down_proj], products),
     )
+
+
+def _head_norms(attention: Any) -> dict[str, Any]:
+    """Norms of q and k, as `rope_and_write_kv` takes them."""
+    if not hasattr(attention, "q_norm"):
+        return {}
+    (q_weight, eps), (k_weight, _) = norm_of(attention.q_norm), norm_of(attention.k_norm)
+    return {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
 
 
 def norm_of(norm: Any) -> tuple[Tensor, float]:
@@ -383,7 +450,12 @@ def _has(module: nn.Module, children: dict[str, Any], others: Collection[str] = 
 
 
 def _has_weights(module: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    return tuple(module.weight.shape) == shape and all(
+    return tuple(module.weight.shape) == shape and are_plain(module, dtype)
+
+
+def are_plain(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module's own weights are plain parameters of this dtype on a CPU."""
+    return all(
         type(p) is nn.Parameter
         and p.dtype == dtype
         and p.device.type == "cpu"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .compiled import Attend, CompiledPart, Kernels, TensorSpec, refuse_modules
+from .fused import CacheRows, FusedHead, are_plain
 from .packed import PackedLinears, can_pack, in_use, pack_linear, weight_state
 
 __all__ = ["Eagle3Head", "EagleConfig", "EagleHead"]
@@ -199,13 +200,15 @@ class EagleHead(nn.Module):
         self.own_embedding = False
         self.packed = PackedLinears()
         self._compiled: CompiledPart | None = None
+        self._fused: FusedHead | None = None
         self._packed_lm_head: tuple[Tensor, tuple[int, ...], Callable[[Tensor], Tensor]] | None = (
             None
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is neither packed, see PackedLinears, nor compiled.
-        return self.__dict__ | {"_packed_lm_head": None, "_compiled": None}
+        # A copy is neither packed, see PackedLinears, nor compiled, nor fused.
+        own = {"_packed_lm_head": None, "_compiled": None, "_fused": None}
+        return self.__dict__ | own
 
     def _widths(self) -> tuple[int, int]:
         """Inputs of fc, and of q, k and v."""
@@ -293,7 +296,7 @@ class EagleHead(nn.Module):
     def bind(self, model: nn.Module) -> EagleHead:
         """Share the target's embedding and take its lm_head (draft vocabulary rows only); self.
 
-        What the head has of its own stays, but for fused kernels (`compile_layer`). Call again
+        What the head has of its own stays, but for `fuse_layer` and `compile_layer`. Call again
         after the target's or the head's weights were moved to another device or dtype. Raises
         ValueError when the target's sizes are not the head's, or it lacks the layers that the head
         reads.
@@ -302,7 +305,7 @@ class EagleHead(nn.Module):
         problems = self.target_problems(model)
         if problems:
             raise ValueError("model: " + "; ".join(problems))
-        self._compiled = None
+        self._compiled = self._fused = None
         if not self.own_embedding:
             self.embed_weight = embedding.weight.detach()
             # Gemma multiplies embeddings by a constant inside the module.
@@ -330,6 +333,20 @@ class EagleHead(nn.Module):
         if can_pack(weight):
             state, linear = weight_state(weight, bias), pack_linear(weight.detach(), bias)
             self._packed_lm_head = weight, state, linear
+        return self
+
+    def fuse_layer(self) -> EagleHead:
+        """Let `advance` run by few operators over a slot cache on a CPU, see `fused.py`; self.
+
+        Call it after `bind` and `pack_weights`. A head that carries hooks, modules of other classes
+        or dtypes, or is none of these two classes itself runs as it is, and so does one that was
+        changed since.
+        """
+        dtype = self.fc.weight.dtype
+        known = all(type(m) in _KNOWN and are_plain(m, dtype) for m in self.modules())
+        known = known and dtype in _checks.FLOATS and self.embed_weight is not None
+        fused = FusedHead(self) if known else None
+        self._fused = fused if fused is not None and fused.is_current() else None
         return self
 
     @torch.inference_mode()
@@ -438,6 +455,10 @@ class EagleHead(nn.Module):
         """
         return features
 
+    def fuse_packed(self, features: Tensor) -> Tensor:
+        """`fuse` from packed weights, where the head has them."""
+        return features
+
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """`x = fc([e(t); f])`: tokens [...], features [..., H] -> the layer's input [..., W].
 
@@ -454,15 +475,29 @@ class EagleHead(nn.Module):
 
         tokens and positions [B, N] int64; features [B, N, H] from `fuse`, or the head's own output;
         attend(q [B, N, Hq, D], k, v [B, N, Hkv, D]) -> [B, N, Hq, D] stores k and v too. From
-        packed weights and in fused kernels, where the head has them.
+        packed weights and in fused kernels, where the head has them; by fused operators where
+        `attend` is a `CacheRows`.
         """
         compiled = self._compiled
         if compiled is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            if isinstance(attend, CacheRows) and self.is_fused:
+                assert self._fused is not None
+                return self._fused.advance(tokens, features, positions, attend)
             with in_use(self.packed):
                 return self._advance(tokens, features, positions, attend)
         compiled.refresh()
         given = tokens, features.to(self.fc.weight.dtype), positions
         return compiled(attend, [given[i] for i in compiled.used])
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether `advance`, called here and now on a slot cache, would run by fused operators."""
+        return (
+            self._fused is not None
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and self._fused.is_current()
+        )
 
     def _advance(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend
@@ -657,6 +692,11 @@ class Eagle3Head(EagleHead):
             x = torch.cat(normed, dim=-1)
         return self.fc(x)
 
+    def fuse_packed(self, features: Tensor) -> Tensor:
+        """`fuse` from packed weights, where the head has them."""
+        with in_use(self.packed):
+            return self.fuse(features)
+
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """`x = [input_layernorm(e(t)); h]`: tokens [...], features [..., H] -> [..., 2H]."""
         e = self.layers[0].input_layernorm(self.embed(tokens).to(self.fc.weight.dtype))
@@ -678,7 +718,14 @@ class Eagle3Head(EagleHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`lm_head(norm(g))`: hidden [..., H] -> [..., Vd]."""
-        return super().logits(hidden if self.config.norm_output else self.norm(hidden))
+        if not self.config.norm_output:
+            fused = self._fused if self.is_fused else None
+            hidden = self.norm(hidden) if fused is None else fused.norm(hidden)
+        return super().logits(hidden)
+
+
+# What `fuse_layer` knows the code of.
+_KNOWN = {EagleHead, Eagle3Head, _Layer, _Attention, _MLP, _RMSNorm, nn.Linear, nn.ModuleList}
 
 
 def _inverse_frequencies(c: EagleConfig, device: Any) -> Tensor:
