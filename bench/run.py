@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import runner
 import torch
 
-FAMILIES = ("attention", "calls", "expand", "flatten", "logits", "step", "verify")
+FAMILIES = ("attention", "calls", "expand", "flatten", "linear", "logits", "step", "verify")
 
 
 def _regex(text: str) -> str:
