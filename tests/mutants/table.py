@@ -109,6 +109,7 @@ SWEEP = "csrc/cpu/sweep_kernel.h"
 VERIFY = "csrc/cpu/verify.cpp"
 CACHE = "csrc/cpu/cache.cpp"
 LOGITS = "csrc/cpu/logits.cpp"
+LINEAR = "csrc/cpu/linear.cpp"
 ORACLE = "eagle2_kernels/reference.py"
 DECODE = "eagle2_kernels/decode.py"
 STEP = "eagle2_kernels/step.py"
@@ -1740,6 +1741,40 @@ TRAINING_MUTANTS = [
 ]
 
 FORWARD_MUTANTS = [
+    Mutant(
+        "csrc/cpu/linear_kernel.h",
+        "{x[in_features - 1], 0}",
+        "{x[in_features - 1], x[in_features - 1]}",
+        "",
+        tests="test_linear.py::test_non_finite_values_reach_what_they_should",
+        objects="linear_avx512_bf16",
+        isa="avx512_bf16",
+    ),
+    Mutant(
+        "csrc/cpu/linear_kernel.h",
+        "(0x7fffu + ((bits >> 16) & 1u))",
+        "0x8000u",
+        "",
+        tests="test_linear.py::test_sums_are_of_float32_and_rounded_once_ties_to_even",
+        objects="linear_portable",
+        isa="portable",
+    ),
+    Mutant(
+        LINEAR,
+        "rows.dims > 0 && rows.stride[rows.dims - 1] == size * stride",
+        "rows.dims > 0",
+        "",
+        tests="test_linear.py::test_leading_dimensions_and_strides",
+        objects="linear",
+    ),
+    Mutant(
+        LINEAR,
+        "c < columns ? w[0] : 0",
+        "c < columns ? w[0] : 1",
+        "",
+        tests="test_linear.py::test_packing_matches_oracle",
+        objects="linear",
+    ),
     Mutant(
         PACKED,
         "if input is not self._x or i in self._taken:",
