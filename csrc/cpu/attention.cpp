@@ -49,8 +49,9 @@ constexpr int64_t kLeastMerge = int64_t{16} << 10;
 // Rows per KV head up to which a call is bound by memory.
 constexpr int64_t kStreamedRows = 16;
 
-// How the work of a call is shared out. Tasks with other nodes of a KV head load its keys again, so
-// keys are shared first, where there are enough; what the tasks do never shows in a row's bits.
+// Into how many parts the keys are shared. Threads share the nodes of all (request, KV head) in
+// order, where a head's are divided both load its keys; so too few heads share their keys first, if
+// there are enough. What the tasks do never shows in a row's bits.
 void share_out(AttentionParams& p, const AttentionKernel& kernel) {
   int64_t longest = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -59,24 +60,18 @@ void share_out(AttentionParams& p, const AttentionKernel& kernel) {
         std::max(longest, std::min(p.capacity, prefix + (p.tree_len < 0 ? p.nodes : p.tree_len)));
   }
   p.chunks = std::max<int64_t>(1, (longest + p.chunk - 1) / p.chunk);
-  p.parts = p.splits = 1;
+  p.parts = 1;
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
   // Few rows wait for memory: all heads of some chunks in turn, then the next chunks, read the
   // caches nearly in order.
   const bool streams = p.nodes * p.group <= kStreamedRows;
-  if (!streams && (heads % threads == 0 || heads >= 4 * threads)) return;
+  if (p.chunks < 4 || (!streams && heads >= threads)) return;
   const int64_t row_bytes = p.chunks * part_size(p.v_dim, kernel.lanes) * kernel.element_size;
   const int64_t rows = heads * std::max(p.nodes, p.padding_rows) * p.group;
-  if (p.chunks >= 4 && rows * row_bytes <= kMostPartial) {
-    p.parts = streams ? (p.chunks + 2) / 3 : 4;
-    while (p.parts < p.chunks && heads * p.parts % threads != 0) ++p.parts;
-  }
-  const int64_t tasks = heads * p.parts;
-  if (tasks % threads != 0 && tasks < 4 * threads) {
-    p.splits = std::min(std::max<int64_t>(p.nodes, 1),
-                        tasks < threads ? (2 * threads + tasks - 1) / tasks : threads);
-  }
+  if (rows * row_bytes > kMostPartial) return;
+  p.parts = streams ? (p.chunks + 2) / 3 : 4;
+  while (p.parts < p.chunks && heads * p.parts % threads != 0) ++p.parts;
 }
 
 void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
@@ -90,8 +85,12 @@ void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
     if (memory.size() < words) memory = std::vector<double>(words);
     p.partial = memory.data();
   }
-  parallel_for(heads * p.splits * p.parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) kernel.attend(p, task);
+  parallel_for(heads * p.parts * nodes, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end;) {
+      const int64_t first = at % nodes, last = std::min(nodes, first + end - at);
+      kernel.attend(p, {at / nodes, first, last});
+      at += last - first;
+    }
   });
   if (p.parts == 1) return;
   const int64_t bytes = p.group * p.chunks * part_size(p.v_dim, kernel.lanes) * kernel.element_size;

@@ -33,18 +33,29 @@ using torch::headeronly::ScalarType;
 // In place on whole vectors: scores of pairs are scaled (queries of other forms came scaled); with
 // a cap they are then divided by it and leave as cap * tanh(score), in units of log2. An infinite
 // score becomes NaN: a row that sees a non-finite key must show it, and -inf would drop the key in
-// silence. Returns the largest.
+// silence. Returns the largest, NaN never is.
 template <typename A, int Pack>
 A cap_scores(A* scores, int64_t begin, int64_t end, A scale, A cap) {
   constexpr int L = kLanes<A>;
-  auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
+  constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
+  if (Pack == 1 && !(cap > 0)) {
+    auto most = broadcast<A>(kMinusInfinity);
+    typename Vector<A>::type odd = {};
+    for (int64_t j = begin; j < end; j += L) {
+      const auto x = load(scores + j);
+      odd = odd + x * A(0);
+      most = larger(x, most);
+    }
+    if (!any_nan(odd)) return max_lanes<A>(most);
+  }
+  auto most = broadcast<A>(kMinusInfinity);
   for (int64_t j = begin; j < end; j += L) {
     auto x = load(scores + j);
     if constexpr (Pack == 2) x = x * scale;
-    x = x + (x - x);
+    x = x + x * A(0);
     if (cap > 0) x = hyperbolic_tangent(x) * cap;
     store(scores + j, x);
-    most = x > most ? x : most;  // NaN never becomes the largest
+    most = larger(x, most);
   }
   return max_lanes<A>(most);
 }
@@ -52,10 +63,7 @@ A cap_scores(A* scores, int64_t begin, int64_t end, A scale, A cap) {
 template <typename A>
 A largest(const A* scores, int64_t begin, int64_t end) {
   auto most = broadcast<A>(-std::numeric_limits<A>::infinity());
-  for (int64_t j = begin; j < end; j += kLanes<A>) {
-    const auto x = load(scores + j);
-    most = x > most ? x : most;
-  }
+  for (int64_t j = begin; j < end; j += kLanes<A>) most = larger(load(scores + j), most);
   return max_lanes<A>(most);
 }
 
@@ -108,6 +116,9 @@ void merge_part(A peak, A total, const A* sum, int64_t dim, A* row_peak, A* row_
 
 // Rows whose running softmax is kept while the keys go by once.
 constexpr int64_t kTileRows = 256;
+
+// Tree slots whose scores are computed for every row, whether it sees them or not.
+constexpr int64_t kFewSlots = 64;
 
 // Logits are kept in units of log2, which saves the exponential a multiplication.
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
@@ -198,19 +209,19 @@ inline A* part_of(const AttentionParams& p, int64_t request, int64_t kv_head, in
 }
 
 template <typename C, typename A>
-void attend(const AttentionParams& p, int64_t task) {
+void attend(const AttentionParams& p, const AttentionTask& task) {
   constexpr int L = kLanes<A>, Pack = kPack<C>, Unit = kUnit<C>;
   constexpr int64_t kWhole = std::max(L, Unit);  // keys whose weights are made together
   constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
   // KV heads of the same keys follow each other: their rows share pages and often lines.
-  const int64_t kv_head = task % p.kv_heads;
-  const int64_t part = task / p.kv_heads % p.parts;
-  const int64_t split = task / p.kv_heads / p.parts % p.splits;
-  const Request request = request_of(p, task / p.kv_heads / p.parts / p.splits);
+  const int64_t kv_head = task.index % p.kv_heads;
+  const int64_t part = task.index / p.kv_heads % p.parts;
+  const Request request = request_of(p, task.index / p.kv_heads / p.parts);
   const int64_t part_begin = p.chunks * part / p.parts;
   const int64_t part_end = p.chunks * (part + 1) / p.parts;
-  const int64_t node_begin = request.rows * split / p.splits;
-  const int64_t node_end = request.rows * (split + 1) / p.splits;
+  const int64_t most = std::max(p.nodes, p.padding_rows);
+  const int64_t node_begin = request.rows * task.node_begin / most;
+  const int64_t node_end = request.rows * task.node_end / most;
   if (node_begin == node_end) return;
 
   const int64_t k_dim = p.k_dim, v_dim = p.v_dim, group = p.group, chunk = p.chunk;
@@ -258,12 +269,23 @@ void attend(const AttentionParams& p, int64_t task) {
   std::fill(zero, zero + std::max(k_dim, v_dim), static_cast<C>(0.0f));
   std::fill(k_rows, k_rows + 4 * row_slots, zero);
 
+  // A path's scores are chosen from those of all slots where these are few, otherwise each node's
+  // are computed alone.
+  const int64_t slot_vectors = (slots + L - 1) / L, slots_pitch = slot_vectors * L;
+  const bool few_slots = !chain && slots <= kFewSlots && slot_vectors <= node_end - node_begin;
   const C **k_slots = nullptr, **v_slots = nullptr;
+  A *slot_columns = nullptr, *slot_scores = nullptr;
   if (!chain) {
-    k_slots = arena.take<const C*>(slots);
+    k_slots = arena.take<const C*>(slots_pitch);
     v_slots = arena.take<const C*>(slots);
     cache_rows<C>(p, p.k, p.k_stride, request.index, kv_head, prefix, slots, zero, k_slots);
     cache_rows<C>(p, p.v, p.v_stride, request.index, kv_head, prefix, slots, zero, v_slots);
+  }
+  if (few_slots) {
+    std::fill(k_slots + slots, k_slots + slots_pitch, zero);
+    slot_columns = arena.take<A>(words * panels(slot_vectors));
+    slot_scores = arena.take<A>(kRows * slots_pitch);
+    load_transposed<C, A>(read_k, k_slots, slots, k_dim, 0, slot_columns);
   }
 
   // Divided by the cap where there is one, see cap_scores.
@@ -359,15 +381,11 @@ void attend(const AttentionParams& p, int64_t task) {
         }
       }
 
+      RowsAhead<C> fetch{next_k, next_v, std::max(k_dim, v_dim), 0, 0};
       int64_t loaded_node = -1, valued_node = -1;  // whose path's keys and values are at hand
       for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
         const int count = static_cast<int>(std::min<int64_t>(kRows, rows - r0));
-        if (!one_block) {
-          const int64_t from = ahead * r0 / rows;
-          const int64_t fetched = ahead * std::min(r0 + kRows, rows) / rows - from;
-          prefetch_rows(next_k + from, fetched, k_dim);
-          prefetch_rows(next_v + from, fetched, v_dim);
-        }
+        if (!one_block) fetch.end = ahead * std::min(r0 + kRows, rows) / rows;
         int64_t begin[kRows], end[kRows];  // shared keys of this chunk each row sees
         int64_t low = chunk, high = 0;
         for (int r = 0; r < count; ++r) {
@@ -390,12 +408,20 @@ void attend(const AttentionParams& p, int64_t task) {
           }
           if (!direct) {
             score<A, Pack>(count, q + r0 * words, words, columns, from / L, (high + L - 1) / L,
-                           scores, scores_pitch);
+                           scores, scores_pitch, fetch);
           }
         }
+        fetch.finish();
 
         // Positions of the path inside this chunk: [path_begin, path_end), per row.
         int64_t path_begin[kRows], path_end[kRows];
+        NothingAhead nothing;
+        if (few_slots && last_key > std::max(start, prefix) && start + chunk > prefix) {
+          int64_t last = 0;  // slot that a row sees
+          for (int r = 0; r < count; ++r) last = std::max(last, view[node_of[r0 + r]].last_slot);
+          score<A, Pack>(count, q + r0 * words, words, slot_columns, 0, last / L + 1, slot_scores,
+                         slots_pitch, nothing);
+        }
         for (int r = 0; r < count; ++r) {
           const int64_t n = node_of[r0 + r];
           const NodeView& see = view[n];
@@ -405,8 +431,14 @@ void attend(const AttentionParams& p, int64_t task) {
                             : std::clamp<int64_t>(prefix + see.path_count - start, 0, chunk);
           const int64_t length = path_end[r] - path_begin[r];
           if (length <= 0) continue;
+          const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
+          if (few_slots) {
+            A* to = scores + r * scores_pitch + path_begin[r];
+            const A* from = slot_scores + r * slots_pitch;
+            for (int64_t j = 0; j < length; ++j) to[j] = from[path[j] < 0 ? ~path[j] : path[j]];
+            continue;
+          }
           if (n != loaded_node) {
-            const int32_t* path = paths.data() + see.path + (start + path_begin[r] - prefix);
             for (int64_t j = 0; j < length; ++j) {
               path_k[j] = k_slots[path[j] < 0 ? ~path[j] : path[j]];
             }
@@ -417,7 +449,7 @@ void attend(const AttentionParams& p, int64_t task) {
           // The rows of one node follow each other and are scored together.
           const int same = static_cast<int>(std::min<int64_t>(count - r, (n + 1) * group - r0 - r));
           score<A, Pack>(same, q + (r0 + r) * words, words, path_columns, 0, (length + L - 1) / L,
-                         scores + r * scores_pitch + path_begin[r], scores_pitch);
+                         scores + r * scores_pitch + path_begin[r], scores_pitch, nothing);
           for (int i = 1; i < same; ++i) {
             path_begin[r + i] = path_begin[r];
             path_end[r + i] = path_end[r];
@@ -427,6 +459,7 @@ void attend(const AttentionParams& p, int64_t task) {
 
         A peak[kRows], total[kRows];
         bool sees[kRows];
+        int64_t unit_from[kRows], unit_to[kRows];
         for (int r = 0; r < count; ++r) {
           const bool path = path_end[r] > path_begin[r];
           sees[r] = path || begin[r] < end[r];
@@ -437,9 +470,10 @@ void attend(const AttentionParams& p, int64_t task) {
           A* row = scores + r * scores_pitch;
           peak[r] = cap_scores<A, Pack>(row, whole_from, whole_to, scale, cap);
           const bool masked = path || from > whole_from || to < whole_to;
-          const int64_t unit_from = from / kWhole * kWhole, unit_to = round_up(to, kWhole);
-          std::fill(row + unit_from, row + from, kMinusInfinity);
-          std::fill(row + to, row + unit_to, kMinusInfinity);
+          unit_from[r] = from / kWhole * kWhole;
+          unit_to[r] = round_up(to, kWhole);
+          std::fill(row + unit_from[r], row + from, kMinusInfinity);
+          std::fill(row + to, row + unit_to[r], kMinusInfinity);
           if (path) {
             const NodeView& see = view[node_of[r0 + r]];
             bool any = begin[r] < end[r];
@@ -454,8 +488,11 @@ void attend(const AttentionParams& p, int64_t task) {
             if (!any) continue;
           }
           if (masked) peak[r] = largest<A>(row, whole_from, whole_to);
-          total[r] =
-              exponentiate<A, Pack>(row, unit_from, unit_to, weights + r * scores_pitch, peak[r]);
+        }
+        for (int r = 0; r < count; ++r) {
+          if (!sees[r]) continue;
+          total[r] = exponentiate<A, Pack>(scores + r * scores_pitch, unit_from[r], unit_to[r],
+                                           weights + r * scores_pitch, peak[r]);
         }
 
         // Words of shared keys in the units that a row sees whole; a unit it sees some keys of is

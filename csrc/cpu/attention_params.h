@@ -25,8 +25,7 @@ struct AttentionParams {
   int64_t num_blocks;    // pages, or requests
   int64_t chunk;         // kv_chunk: keys per chunk of the online softmax
   int64_t window;        // 0: none
-  int64_t splits;        // tasks that share one (request, KV head), each with some of the nodes
-  int64_t parts;         // tasks that share those nodes, each with some of the chunks
+  int64_t parts;         // tasks that share a (request, KV head), each with some of the chunks
   int64_t chunks;        // that hold the keys of any request
   double scale, softcap;
   float k_scale, v_scale;                // of a float8 cache, else 1
@@ -59,6 +58,13 @@ struct AttentionParams {
   int64_t lse_stride[3];
 };
 
+// Some of the nodes of a (request, KV head, part). Nodes are counted as if every request had
+// AttentionParams::nodes of them: a request with fewer gives a task that share of its own.
+struct AttentionTask {
+  int64_t index;  // (request, part, KV head), the last fastest
+  int64_t node_begin, node_end;
+};
+
 // What a task needs to know of its request.
 struct Request {
   int64_t index;      // in prefix_lens, page_table and a dense cache
@@ -74,11 +80,11 @@ constexpr int64_t part_size(int64_t v_dim, int64_t lanes) {
   return (v_dim + lanes - 1) / lanes * lanes + lanes;
 }
 
-// One type of caches at one level: `attend` is for the tasks of a call, batch * kv_heads * splits *
-// parts of them (ragged: a request more where rows pad). With parts > 1 `merge` follows, for each
+// One type of caches at one level: `attend` is for all nodes of the batch * parts * kv_heads tasks
+// of a call (ragged: a request more where rows pad). With parts > 1 `merge` follows, for each
 // (request, KV head, node).
 struct AttentionKernel {
-  void (*attend)(const AttentionParams&, int64_t task);
+  void (*attend)(const AttentionParams&, const AttentionTask& task);
   void (*merge)(const AttentionParams&, int64_t task);
   int64_t element_size, lanes;  // of the arithmetic
 };

@@ -76,6 +76,33 @@ inline void prefetch_rows(const C* const* rows, int64_t count, int64_t dim) {
   }
 }
 
+// Rows [next, end) of K and V, to be fetched into the cache in steps of a line of each while
+// something else is computed: many at once would be waited for.
+template <typename C>
+struct RowsAhead {
+  const C *const *k, *const *v;
+  int64_t dim;  // the larger of K's and V's
+  int64_t next, end;
+  int64_t done = 0;  // elements of row `next`
+
+  __attribute__((always_inline)) void step() {
+    if (next >= end) return;
+    __builtin_prefetch(k[next] + done, 0, 2);
+    __builtin_prefetch(v[next] + done, 0, 2);
+    done += 64 / sizeof(C);
+    if (done >= dim) {
+      done = 0;
+      ++next;
+    }
+  }
+  void finish() {
+    while (next < end) step();
+  }
+};
+struct NothingAhead {
+  void step() {}
+};
+
 // Words of a row of K or of a query, zeros behind the last element.
 template <typename C>
 inline int64_t words_of(int64_t dim) {
@@ -91,22 +118,45 @@ __attribute__((always_inline)) inline void load_transposed_block(Reader<C, A> re
                                                                  typename Vector<A>::type* block) {
   constexpr int L = kLanes<A>;
 #if EAGLE2_VECTOR_BYTES == 64
-  // Halves of two rows are put together as they are loaded: the first step of the transpose.
+  // Halves of two rows are put together as they are loaded, quarters of four by one shuffle; then
+  // four by four words are transposed inside each quarter.
   if constexpr (L == 16 && (std::is_same_v<C, float> || kPack<C> == 2)) {
     if (kPack<C> * (d + L) <= dim) {
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) {
-        const auto half = [&](int row, int at) {
-          return _mm256_loadu_si256(
-              reinterpret_cast<const __m256i*>(rows[row] + kPack<C> * (d + at)));
+      const auto halves = [&](int row, int at) {
+        const auto half = [&](int r) {
+          return _mm256_loadu_ps(reinterpret_cast<const float*>(rows[r] + kPack<C> * (d + at)));
         };
-        const auto both = [&](int at) {
-          return (F32)_mm512_inserti64x4(_mm512_castsi256_si512(half(i, at)), half(i + 8, at), 1);
-        };
-        block[i] = both(0);
-        block[i + 8] = both(8);
+        return _mm512_insertf32x8(_mm512_castps256_ps512(half(row)), half(row + 4), 1);
+      };
+#pragma GCC unroll 2
+      for (int at = 0; at < L; at += 8) {
+        __m512 first[4], second[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m512 low = halves(i, at), high = halves(i + 8, at);
+          first[i] = _mm512_shuffle_f32x4(low, high, 0x88);
+          second[i] = _mm512_shuffle_f32x4(low, high, 0xdd);
+        }
+        transpose_quarters(first, block + at);
+        transpose_quarters(second, block + at + 4);
       }
-      return transpose<A, 4>(block);
+      return;
+    }
+  }
+#elif EAGLE2_VECTOR_BYTES == 32
+  if constexpr (std::is_same_v<C, float>) {
+    if (d + L <= dim) {
+#pragma GCC unroll 2
+      for (int at = 0; at < L; at += 4) {
+        __m256 halves[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          halves[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[i] + d + at)),
+                                           _mm_loadu_ps(rows[i + 4] + d + at), 1);
+        }
+        transpose_quarters(halves, block + at);
+      }
+      return;
     }
   }
 #endif
@@ -233,12 +283,14 @@ struct Panels {
 };
 
 // scores[r][j] = sum over d of q[r][d] * columns[d][j], each score one chain over ascending words.
-template <typename A, int Pack, int R, int V>
+template <typename A, int Pack, int R, int V, typename Fetch>
 inline void score_block(const A* q, int64_t words, const A* columns, A* scores,
-                        int64_t scores_pitch) {
+                        int64_t scores_pitch, Fetch& ahead) {
   constexpr int L = kLanes<A>;
   typename Vector<A>::type sum[R][V] = {};
+  Fetch fetch = ahead;  // in registers
   for (int64_t d = 0; d < words; ++d) {
+    fetch.step();
     typename Vector<A>::type key[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) key[v] = load(columns + (d * kColumns + v) * L);
@@ -249,6 +301,7 @@ inline void score_block(const A* q, int64_t words, const A* columns, A* scores,
       for (int v = 0; v < V; ++v) sum[r][v] = Product<A, Pack>::add(sum[r][v], query, key[v]);
     }
   }
+  ahead = fetch;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -256,17 +309,17 @@ inline void score_block(const A* q, int64_t words, const A* columns, A* scores,
   }
 }
 
-template <typename A, int Pack, int R>
+template <typename A, int Pack, int R, typename Fetch>
 void score_rows(const A* q, int64_t words, const A* columns, int64_t begin, int64_t end, A* scores,
-                int64_t scores_pitch) {
+                int64_t scores_pitch, Fetch& ahead) {
   for (int64_t v = begin; v < end;) {
     const A* at = columns + panel_offset<A>(v, 0, words);
     A* to = scores + v * kLanes<A>;
     if (v % kColumns == 0 && v + kColumns <= end) {
-      score_block<A, Pack, R, kColumns>(q, words, at, to, scores_pitch);
+      score_block<A, Pack, R, kColumns>(q, words, at, to, scores_pitch, ahead);
       v += kColumns;
     } else {
-      score_block<A, Pack, R, 1>(q, words, at, to, scores_pitch);
+      score_block<A, Pack, R, 1>(q, words, at, to, scores_pitch, ahead);
       ++v;
     }
   }
@@ -331,15 +384,16 @@ void score_in_place(int few, Reader<C, A> reader, const A* q, int64_t dim, const
 class TileScope {};
 
 // The scores of the keys of vectors [begin, end).
-template <typename A, int Pack, int R = kRows>
+template <typename A, int Pack, int R = kRows, typename Fetch>
 void score(int rows, const A* q, int64_t words, const A* columns, int64_t begin, int64_t end,
-           A* scores, int64_t scores_pitch) {
+           A* scores, int64_t scores_pitch, Fetch& ahead) {
   if constexpr (R > 1) {
     if (rows < R) {
-      return score<A, Pack, R - 1>(rows, q, words, columns, begin, end, scores, scores_pitch);
+      return score<A, Pack, R - 1>(rows, q, words, columns, begin, end, scores, scores_pitch,
+                                   ahead);
     }
   }
-  score_rows<A, Pack, R>(q, words, columns, begin, end, scores, scores_pitch);
+  score_rows<A, Pack, R>(q, words, columns, begin, end, scores, scores_pitch, ahead);
 }
 
 // sum[r][d] += weights[r][i] * values[i][d] for the words i in [begin, end), each element one chain

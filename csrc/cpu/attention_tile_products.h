@@ -106,9 +106,9 @@ inline void multiply_tiles(int rows, const float* a, int64_t a_pitch, Panels<flo
   for (; v < v_end; ++v) run(multiply_tiles<1, 1>);
 }
 
-template <typename A, int Pack>
+template <typename A, int Pack, typename Fetch>
 void score(int rows, const A* q, int64_t words, const A* columns, int64_t begin, int64_t end,
-           A* scores, int64_t scores_pitch) {
+           A* scores, int64_t scores_pitch, Fetch&) {
   multiply_tiles(rows, q, words, Panels<A>{columns, words}, 0, words, begin, end, scores,
                  scores_pitch, true);
 }

@@ -129,6 +129,27 @@ inline void store(A* p, typename Vector<A>::type x) {
   __builtin_memcpy(p, &x, sizeof x);
 }
 
+// The larger of each lane, b where a is NaN.
+template <typename V>
+inline V larger(V a, V b) {
+  return a > b ? a : b;
+}
+template <typename V>
+inline bool any_nan(V x) {
+  bool found = false;
+  for (size_t i = 0; i < sizeof x / sizeof x[0]; ++i) found |= x[i] != x[i];
+  return found;
+}
+#if EAGLE2_VECTOR_BYTES == 64
+inline F32 larger(F32 a, F32 b) { return (F32)_mm512_max_ps((__m512)a, (__m512)b); }
+inline bool any_nan(F32 x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
+#elif EAGLE2_VECTOR_BYTES == 32
+inline F32 larger(F32 a, F32 b) { return (F32)_mm256_max_ps((__m256)a, (__m256)b); }
+inline bool any_nan(F32 x) {
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q)) != 0;
+}
+#endif
+
 // 2^x for x <= 0. Below the smallest normal number the result is 0; NaN stays NaN.
 inline F32 exp2_nonpositive(F32 x) {
 #if EAGLE2_VECTOR_BYTES == 64
@@ -215,7 +236,7 @@ inline A max_lanes(typename Vector<A>::type x) {
     return x[0];
   } else {
     const auto y = exchange<A, Half>(x, std::make_integer_sequence<int, kLanes<A>>{});
-    return max_lanes<A, Half / 2>(x > y ? x : y);
+    return max_lanes<A, Half / 2>(larger(x, y));
   }
 }
 
@@ -253,3 +274,28 @@ __attribute__((always_inline)) inline void transpose(typename Vector<A>::type* x
   transpose_step<A, Half>(x);
   if constexpr (Half > 1) transpose<A, Half / 2>(x);
 }
+
+// Four by four words transposed inside each sixteen bytes.
+#if EAGLE2_VECTOR_BYTES == 64
+inline void transpose_quarters(const __m512* x, F32* to) {
+  const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]);
+  const __m512d b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+  const __m512d c = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
+  const __m512d d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+  to[0] = (F32)_mm512_unpacklo_pd(a, c);
+  to[1] = (F32)_mm512_unpackhi_pd(a, c);
+  to[2] = (F32)_mm512_unpacklo_pd(b, d);
+  to[3] = (F32)_mm512_unpackhi_pd(b, d);
+}
+#elif EAGLE2_VECTOR_BYTES == 32
+inline void transpose_quarters(const __m256* x, F32* to) {
+  const __m256d a = (__m256d)_mm256_unpacklo_ps(x[0], x[1]);
+  const __m256d b = (__m256d)_mm256_unpackhi_ps(x[0], x[1]);
+  const __m256d c = (__m256d)_mm256_unpacklo_ps(x[2], x[3]);
+  const __m256d d = (__m256d)_mm256_unpackhi_ps(x[2], x[3]);
+  to[0] = (F32)_mm256_unpacklo_pd(a, c);
+  to[1] = (F32)_mm256_unpackhi_pd(a, c);
+  to[2] = (F32)_mm256_unpacklo_pd(b, d);
+  to[3] = (F32)_mm256_unpackhi_pd(b, d);
+}
+#endif

@@ -7,6 +7,7 @@
 struct NodeView {
   int64_t begin, end;
   int64_t path, path_count;  // range in the task's list of slots
+  int64_t last_slot;         // of the path, 0 without one
 };
 
 // The request of a task, its lengths cut to what has a place in the cache.
@@ -100,7 +101,7 @@ inline NodeView view_node(const AttentionParams& p, const Request& request, int6
                           int64_t slots, bool chain, const std::vector<int32_t>& depths,
                           std::vector<int32_t>& list, std::vector<int32_t>& rest) {
   const int64_t prefix = request.prefix, slot = request.tree_len - request.rows + node;
-  NodeView see = {0, prefix, static_cast<int64_t>(list.size()), 0};
+  NodeView see = {0, prefix, static_cast<int64_t>(list.size()), 0, 0};
   if (request.tree_len > 0 && chain) {
     see.end = prefix + std::min(slot + 1, slots);
     if (p.window > 0) see.begin = std::max<int64_t>(0, prefix + slot - p.window + 1);
@@ -111,6 +112,9 @@ inline NodeView view_node(const AttentionParams& p, const Request& request, int6
       for (int64_t j = 0; j <= slot && j < slots; ++j) list.push_back(static_cast<int32_t>(j));
     }
     see.path_count = static_cast<int64_t>(list.size()) - see.path;
+    for (int64_t i = see.path; i < see.path + see.path_count; ++i) {
+      see.last_slot = std::max<int64_t>(see.last_slot, list[i]);
+    }
     if (p.window > 0) {
       const int64_t own = request.depths[slot * p.depths_stride[1]];
       see.begin = std::clamp<int64_t>(prefix + own - p.window + 1, 0, prefix);

@@ -182,10 +182,22 @@ ATTENTION_MUTANTS = [
         tests="test_attention.py::test_invisible_slots_do_not_touch_the_result",
     ),
     kernel(
-        "x = x + (x - x);",
+        "odd = odd + x * A(0);",
         "",
         "poison_in_an_invisible_slot",
         tests="test_attention.py::test_a_row_that_sees_poison_shows_it_and_no_other_does",
+    ),
+    kernel(
+        "x = x + x * A(0);",
+        "",
+        "poison_in_an_invisible_slot",
+        tests="test_attention.py::test_a_row_that_sees_poison_shows_it_and_no_other_does",
+    ),
+    kernel(
+        "to[j] = from[path[j] < 0 ? ~path[j] : path[j]];",
+        "to[j] = from[j];",
+        "",
+        tests="test_attention.py::test_matches_oracle",
     ),
     kernel(
         "if (slots - first < 64) *bits &= (uint64_t{1} << (slots - first)) - 1;",
@@ -442,8 +454,8 @@ ATTENTION_MUTANTS = [
         " test_attention.py::test_invisible_slots_do_not_touch_the_result",
     ),
     units(
-        "const int64_t unit_from = from / kWhole * kWhole, unit_to = round_up(to, kWhole);",
-        "const int64_t unit_from = whole_from, unit_to = whole_to;",
+        "unit_from[r] = from / kWhole * kWhole;",
+        "unit_from[r] = whole_from;",
         tests="test_attention.py::test_node_equals_plain_decoding",
     ),
     Mutant(
