@@ -424,7 +424,9 @@ class EagleDecoder:
         with self._device_state(batch, rows, None) as (state, graphs):
             self._prefill(batch, state, draft=False)
             yield
-            step = PlainStep(self.target, rows, batch.keep_logits, batch.sampling.logprobs)
+            step = PlainStep(
+                self.target.settled(), rows, batch.keep_logits, batch.sampling.logprobs
+            )
             run = partial(step, state) if graphs is None else graphs.take(step, state)
             while batch.active:
                 start = time.perf_counter()
@@ -434,7 +436,7 @@ class EagleDecoder:
 
     def _tree_step(self, batch: Batch, config: TreeConfig) -> TreeStep:
         keep = batch.keep_logits, batch.sampling.logprobs
-        return TreeStep(self.target, self.head, self._taps, config, *keep)
+        return TreeStep(self.target.settled(), self.head, self._taps, config, *keep)
 
     def _take(self, batch: Batch, state: State, verified: Verified) -> list[list[int]]:
         """Read a step's tokens (-1 past the path) and hand them out; returns those kept."""

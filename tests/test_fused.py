@@ -210,7 +210,7 @@ def test_a_head_of_other_code_runs_its_modules(change):
     head = tiny_head(tiny_model(dtype=torch.float32)).fuse_layer()
     assert fuses(head) and not head.is_fused  # gradients are on here
     HEAD_CHANGES[change](head)
-    assert fuses(head) == (change == "class")
+    assert fuses(head) == (change in ("class", "dtype"))
     assert fuses(head.fuse_layer()) == (change == "weight")
 
 
@@ -377,8 +377,33 @@ def test_changes_afterwards_are_seen(change, dtype):
     assert near(got, want) and not near(got, before)
     # what only changed in place is read where it lies, unless a copy of it is in use
     packed = dtype == torch.bfloat16 and HAS_BF16
-    stays = {"norm in place"} | (set() if packed else {"packed weight in place"})
+    stays = {"norm in place", *(() if packed else ("packed weight in place", "weight's memory"))}
     assert fuses(fast) == (change in stays)
+
+
+@torch.no_grad()
+def test_a_loops_twin_sees_what_touches_the_whole_model():
+    """Hooks anywhere, train(), its first and last layer; not one layer between them."""
+    seen = {
+        "train": lambda m: m.train(),
+        "hook": lambda m: m.layers[1].mlp.register_forward_hook(lambda *args: None),
+        "first": lambda m: setattr(m.layers[0].mlp, "up_proj", nn.Identity()),
+        "last": lambda m: setattr(m.layers[2].mlp.up_proj, "weight", nn.Parameter(torch.ones(1))),
+        "layer": lambda m: m.layers.__setitem__(1, copy.deepcopy(m.layers[1])),
+        "norm": lambda m: setattr(m.norm, "forward", lambda x: x),
+        "between": lambda m: setattr(m.layers[1].mlp, "up_proj", nn.Identity()),
+    }
+    for name, change in seen.items():
+        model = tiny_model(num_hidden_layers=3)
+        target = TargetModel(model)
+        with torch.inference_mode():
+            twin = target.settled()
+        assert twin is not target and fuses(twin)
+        assert torch.equal(features_of(twin), features_of(target))
+        change(model.model)
+        assert not fuses(target) and fuses(twin) == (name == "between")
+    slow = TargetModel(tiny_model("granite"))
+    assert slow.settled() is slow
 
 
 def test_training_gradients_and_global_hooks_run_the_modules():

@@ -17,13 +17,15 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_not
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from .. import _checks
 from ..attention import tree_attention
@@ -122,44 +124,73 @@ def _plain(linear: nn.Linear) -> Multiply:
 class Watch:
     """Whether modules are still what they were: the same children, weights and code, no hooks.
 
-    Weights of ``packed`` layers must not have been written to either: a copy of them is in use.
-    What goes unnoticed is what goes unnoticed by `PackedLinears`.
+    Weights of ``packed`` layers must not have been written to or moved either, for a copy of them
+    is in use; others are read where they lie. What goes unnoticed there is what goes unnoticed by
+    `PackedLinears`.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], packed: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        packed: Iterable[nn.Module],
+        hooks_of: Watch | None = None,
+    ) -> None:
+        """``hooks_of``: look for the hooks that another one looks for."""
         modules = list({id(m): m for root in roots for m in root.modules()}.values())
-        copied = {id(m) for m in packed}
-        # Straight from the dictionaries, in few passes: this runs at every forward.
+        # This runs at every forward, when the caches are full of weights: few passes in C, and as
+        # little memory to look at as tells.
         self._own = [vars(m) for m in modules]
+        self._sizes: list[int] = []
         self._hooks: list[Any] = [
             h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)
         ]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
-        self._tables = [(m._parameters, name) for m in modules for name in m._parameters]
-        self._weights = [table[name] for table, name in self._tables]
-        self._kept = [w for w in self._weights if w is not None]
-        self._places = [w.data_ptr() for w in self._kept]
-        # inference tensors count no versions
-        self._counted = [
-            w
-            for m in modules
-            if id(m) in copied
-            for w in m._parameters.values()
-            if w is not None and not w.is_inference()
+        if hooks_of is not None:
+            self._hooks = hooks_of._hooks
+        self._next_hook = -1
+        self._tables = [t for m in modules for t in (m._modules, m._parameters) if t]
+        self._values = self._now()
+        here = set(map(id, modules))
+        copied = [
+            w for m in packed if id(m) in here for w in m._parameters.values() if w is not None
         ]
+        self._copied = copied
+        self._places = [w.data_ptr() for w in copied]
+        # inference tensors count no versions
+        self._counted = [w for w in copied if not w.is_inference()]
         self._versions = [w._version for w in self._counted]
 
     def is_current(self) -> bool:
         """Whether nothing has changed."""
-        return not (
-            any(self._hooks)
-            or any(["forward" in own for own in self._own])
-            or any([now != before for now, before in self._children])
-            or any(map(is_not, [table[name] for table, name in self._tables], self._weights))
-            or [w.data_ptr() for w in self._kept] != self._places
-            or [w._version for w in self._counted] != self._versions
+        return (
+            self._no_hooks()
+            and self._own_code()
+            and len(now := self._now()) == len(self._values)
+            and all(map(is_, now, self._values))
+            and [w._version for w in self._counted] == self._versions
+            and [w.data_ptr() for w in self._copied] == self._places
         )
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._tables))]
+
+    def _no_hooks(self) -> bool:
+        # every hook that was ever registered, anywhere, has a number
+        count = RemovableHandle.next_id
+        if count != self._next_hook:
+            if any(self._hooks):
+                return False
+            self._next_hook = count
+        return True
+
+    def _own_code(self) -> bool:
+        # a forward put in place is one attribute more
+        sizes = [*map(len, self._own)]
+        if sizes != self._sizes:
+            if any(["forward" in own for own in self._own]):
+                return False
+            self._sizes = sizes
+        return True
 
 
 class FusedModel:
@@ -183,9 +214,12 @@ class FusedModel:
             for block, a in zip(base.layers, attentions, strict=True)
         ]
         self._heads = attentions[0].num_heads, attentions[0].head_dim
-        roots = [base.embed_tokens, base.layers, base.norm]
-        self._watch = Watch(roots, [m for p in products for m in p.modules])
+        copied = [m for p in products for m in p.modules]
+        ends = base.embed_tokens, base.norm
+        self._watch = Watch([*ends, *base.layers], copied)
+        self._sample = Watch([*ends, base.layers[0], base.layers[-1]], copied, self._watch)
         self._around = vars(base), base._modules, dict(base._modules)
+        self._list = base.layers._modules, dict(base.layers._modules)
 
     @classmethod
     def of(
@@ -194,9 +228,13 @@ class FusedModel:
         """This model, where its code is known to the last module; else None."""
         return cls(base, attentions, packed) if _is_known(base, attentions) else None
 
-    def is_current(self) -> bool:
-        """Whether the model is still what was looked at here, and in eval mode."""
+    def is_current(self, *, sample: bool = False) -> bool:
+        """Whether the model is still what was looked at here, and in eval mode.
+
+        ``sample``: look into its first and last layer only, and for hooks in all.
+        """
         own, children, before = self._around
+        layers, layers_before = self._list
         return (
             not (
                 own["training"]
@@ -204,8 +242,10 @@ class FusedModel:
                 or own["_forward_pre_hooks"]
                 or "forward" in own
                 or children != before
+                or layers != layers_before
+                or not self._embedding.is_cpu
             )
-            and self._watch.is_current()
+            and (self._sample if sample else self._watch).is_current()
         )
 
     def __call__(
@@ -269,7 +309,7 @@ class FusedHead:
         products = [p for p in head.packed.inside(head) if p.is_current()]
         self._head, self._buffers = head, head._buffers
         self._heads = config.num_attention_heads, config.head_dim
-        self._dtype = head.fc.weight.dtype
+        self._weight = head.fc.weight
         self._eagle3 = hasattr(layer, "hidden_norm")
         self._fc = merged([head.fc], products)
         self._qkv = merged([attention.q_proj, attention.k_proj, attention.v_proj], products)
@@ -300,7 +340,7 @@ class FusedHead:
         e = torch.embedding(buffers["embed_weight"], tokens)
         if self._head.embed_scale != 1.0:
             e = e * self._head.embed_scale
-        e, features = e.to(self._dtype), features.to(self._dtype)
+        e, features = e.to(self._weight.dtype), features.to(self._weight.dtype)
         if self._eagle3:
             normed = _norm(features, *self._hidden_norm)
             x = torch.cat((_norm(e, *self._input_norm), normed), dim=-1)

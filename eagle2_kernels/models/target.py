@@ -319,6 +319,7 @@ class TargetModel:
         self._packed_head = PackedLinears(*([self._lm_head] if pack_weights else []))
         self._compiled: _CompiledLayers | None = None
         self.fuse_layers = fuse_layers
+        self._is_settled = False
         self._fused = self._fuse() if fuse_layers else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -452,8 +453,21 @@ class TargetModel:
             self._fused is not None
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
-            and self._fused.is_current()
+            and self._fused.is_current(sample=self._is_settled)
         )
+
+    def settled(self) -> TargetModel:
+        """A twin over the same model for a loop of forwards, which looks for changes less closely.
+
+        It sees hooks, `train`, and what changes in the first or the last layer: all that touches
+        the whole model. Looking at every layer of a small model, which the weights have driven out
+        of the caches, takes some percent of a forward. This target itself, where it is not fused.
+        """
+        if not self.is_fused:
+            return self
+        twin = copy.copy(self)
+        twin._fused, twin._is_settled = self._fused, True
+        return twin
 
     @torch.inference_mode()
     def _fuse(self) -> FusedModel | None:

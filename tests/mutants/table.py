@@ -119,6 +119,7 @@ TARGET = "eagle2_kernels/models/target.py"
 DRAFT = "eagle2_kernels/models/draft.py"
 PACKED = "eagle2_kernels/models/packed.py"
 COMPILED = "eagle2_kernels/models/compiled.py"
+FUSED = "eagle2_kernels/models/fused.py"
 
 
 def kernel_file(old: str) -> str:
@@ -1825,6 +1826,62 @@ FORWARD_MUTANTS = [
     ),
 ]
 
+LAYER_MUTANTS = [
+    Mutant(
+        FUSED,
+        "and all(map(is_, now, self._values))",
+        "and True",
+        "",
+        tests="test_fused.py::test_changes_afterwards_are_seen",
+    ),
+    Mutant(
+        FUSED,
+        "            if any(self._hooks):",
+        "            if False:",
+        "",
+        tests="test_fused.py::test_changes_afterwards_are_seen",
+        quick=True,
+    ),
+    Mutant(
+        FUSED,
+        'depths} if "window" in options',
+        'None} if "window" in options',
+        "",
+        tests="test_fused.py::test_a_forward_is_the_modules",
+    ),
+    Mutant(
+        FUSED,
+        "features.clone()",
+        "features",
+        "",
+        tests="test_fused.py::test_a_heads_layer_is_the_modules",
+    ),
+    Mutant(
+        FUSED,
+        "tapped[i - 1] = residual.clone()",
+        "tapped[i - 1] = residual",
+        "",
+        tests="test_fused.py::test_taps_are_the_outputs_of_layers",
+    ),
+    Mutant(
+        "csrc/cpu/layer_kernel.h",
+        "    return (F32)(nearest_bits(x) & 0xffff0000u);",
+        "    return (F32)((U32)x & 0xffff0000u);",
+        "",
+        tests="test_layer.py::test_low_precision_rounds_where_transformers_rounds",
+        objects="layer_portable",
+        isa="portable",
+    ),
+    Mutant(
+        "csrc/cpu/cache.cpp",
+        "if (key != nullptr) store(head, weights[1], b, j, key + h * to[0].stride[2]);",
+        "if (key != nullptr) store(head, weights[0], b, j, key + h * to[0].stride[2]);",
+        "",
+        tests="test_layer.py::test_rope_equals_the_oracle",
+        objects="cache",
+    ),
+]
+
 MUTANTS = (
     ATTENTION_MUTANTS
     + CHOOSING_MUTANTS
@@ -1834,4 +1891,5 @@ MUTANTS = (
     + ADAPTER_MUTANTS
     + TRAINING_MUTANTS
     + FORWARD_MUTANTS
+    + LAYER_MUTANTS
 )
