@@ -334,7 +334,8 @@ void rope_and_write_kv_out(const Tensor& qkv, const Tensor& cos, const Tensor& s
         char* target = out.data + b * out.stride[0] + j * out.stride[1] + h * out.stride[2];
         store(head, weights[0], b, j, target);
       }
-      if (counts.data != nullptr && j >= counts(b)) continue;
+      const bool stored = counts.data == nullptr || j < counts(b);
+      if (!stored) continue;
       const int64_t position = static_cast<int64_t>(lens(b)) + j;
       char* const key = keys.at(b, position);
       char* const value = values.at(b, position);
