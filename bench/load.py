@@ -69,6 +69,7 @@ class SyntheticTarget(TargetModel):
         self._window = window
         self._finish_logits = None
         self.pack_weights, self._packed_head = False, PackedLinears()
+        self.fuse_layers, self._fused, self._is_settled = False, None, False
 
     @property
     def num_layers(self) -> int:

@@ -320,11 +320,12 @@ class TargetModel:
         self._compiled: _CompiledLayers | None = None
         self.fuse_layers = fuse_layers
         self._is_settled = False
+        self._twin: TargetModel | None = None
         self._fused = self._fuse() if fuse_layers else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has weights of its own: it is neither compiled nor fused, as it is not packed.
-        return self.__dict__ | {"_compiled": None, "_fused": None}
+        return self.__dict__ | {"_compiled": None, "_fused": None, "_twin": None}
 
     @property
     def hidden_size(self) -> int:
@@ -463,11 +464,12 @@ class TargetModel:
         the whole model. Looking at every layer of a small model, which the weights have driven out
         of the caches, takes some percent of a forward. This target itself, where it is not fused.
         """
-        if not self.is_fused:
+        if self._is_settled or not self.is_fused:
             return self
-        twin = copy.copy(self)
-        twin._fused, twin._is_settled = self._fused, True
-        return twin
+        if self._twin is None:
+            self._twin = copy.copy(self)
+            self._twin._fused, self._twin._is_settled = self._fused, True
+        return self._twin
 
     @torch.inference_mode()
     def _fuse(self) -> FusedModel | None:
