@@ -62,9 +62,9 @@ def packed_linear(
         y = packed_linear(x, packed, linear.out_features, bias)      # linear(x)
 
     **A row's bits depend on the row alone**: not on the number of rows, on the other rows, on
-    strides or on the number of threads, since each sum runs over k in ascending order. So a tree's
-    rows equal, bit for bit, those of decoding its path token by token. They do depend on the
-    instruction set (``EAGLE2_CPU_ISA``); where it multiplies pairs of bfloat16 (vdpbf16ps),
+    strides or on the number of threads, since each sum takes k in one and the same order. So a
+    tree's rows equal, bit for bit, those of decoding its path token by token. They do depend on the
+    instruction set (``EAGLE2_CPU_ISA``); where it multiplies pairs of bfloat16 (vdpbf16ps, AMX),
     subnormal numbers count as zeros.
 
     For the CPU: on other devices this raises, `torch.nn.functional.linear` is right there.

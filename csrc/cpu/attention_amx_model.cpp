@@ -9,7 +9,7 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 #endif
-#include "attention_tiles.h"
+#include "tiles.h"
 namespace eagle2::amx_model {
 #define EAGLE2_VECTOR_BYTES 64
 #define EAGLE2_BF16_PAIRS

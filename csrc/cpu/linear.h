@@ -45,7 +45,7 @@ struct LinearKernel {
   void (*run)(const Linear& linear, int64_t begin, int64_t end);
 };
 
-// The kernel of cpu_isa().
+// The kernel of cpu_level().
 const LinearKernel& linear_kernel();
 
 namespace portable {
@@ -58,6 +58,12 @@ namespace avx512 {
 extern const LinearKernel kLinearKernel;
 }
 namespace avx512_bf16 {
+extern const LinearKernel kLinearKernel;
+}
+namespace amx {
+extern const LinearKernel kLinearKernel;
+}
+namespace amx_model {
 extern const LinearKernel kLinearKernel;
 }
 

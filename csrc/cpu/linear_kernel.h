@@ -1,6 +1,7 @@
 // The kernel of linear.h, included once per instruction set: inside a namespace of its own, with
-// the target's options switched on, EAGLE2_VECTOR_BYTES set, and EAGLE2_BF16_PAIRS where a lane
-// multiplies pairs of bfloat16. No include guard, no includes.
+// the target's options switched on, EAGLE2_VECTOR_BYTES set, EAGLE2_BF16_PAIRS where a lane
+// multiplies pairs of bfloat16, and EAGLE2_TILES, a matrix unit of tiles.h, where that is to do it.
+// No include guard, no includes but of parts.
 //
 // A block of rows and a panel's columns are a tile of accumulators in registers: the panel is read
 // as one stream, in order, once for each block, and each sum is one chain over ascending k whatever
@@ -19,7 +20,9 @@ typedef uint16_t U16 __attribute__((vector_size(EAGLE2_VECTOR_BYTES / 2)));
 constexpr int kLanes = EAGLE2_VECTOR_BYTES / 4;
 // Vectors of a tile. Registers hold kRows x kVectors accumulators and a step's weights.
 constexpr int kVectors = 2;
-#if EAGLE2_VECTOR_BYTES < 64
+#ifdef EAGLE2_TILES
+constexpr int kRows = 32;
+#elif EAGLE2_VECTOR_BYTES < 64
 constexpr int kRows = 4;
 #elif defined(EAGLE2_BF16_PAIRS)
 constexpr int kRows = 14;
@@ -38,6 +41,11 @@ using Word = float;
 constexpr int kWords = 2;
 #endif
 constexpr int64_t kPitch = kChunk * kWords + 16;
+
+#ifdef EAGLE2_TILES
+constexpr int64_t kDepth = 16;  // pairs of k that a product of tiles takes
+static_assert(kChunk % kDepth == 0);
+#endif
 
 // What is fetched into the second-level cache: the stream, so many bytes ahead of where it is read;
 // where several passes go over a panel of at most kKept bytes, the next panel in their course.
@@ -128,7 +136,7 @@ inline U32 round_words(F32 x) {
   return ((rounded & ~nan) | ((bits | 0x00400000u) & nan)) >> 16;
 }
 
-// Row r of x in `to`, pairs [first, first + count) of k. Behind the last k are zeros.
+// Pairs [first, first + count) of k of a row of x. Behind the last k are zeros.
 inline void stage_row(const uint16_t* x, int64_t in_features, int64_t first, int64_t count,
                       Word* to) {
   const int64_t whole = std::min(in_features / 2 - first, count);
@@ -138,6 +146,9 @@ inline void stage_row(const uint16_t* x, int64_t in_features, int64_t first, int
     uint16_t last[2] = {x[in_features - 1], 0};
     __builtin_memcpy(to + whole, last, sizeof last);
   }
+#ifdef EAGLE2_TILES
+  for (int64_t i = count; i % kDepth != 0; ++i) to[i] = 0;
+#endif
 #else
   for (int64_t i = 0; i < 2 * whole; ++i) to[i] = widen(x[2 * first + i]);
   if (whole < count) {
@@ -152,6 +163,50 @@ struct Ahead {
   const char* at;
   int64_t step;
 };
+
+// V vectors of columns of the result.
+template <int V>
+class Columns {
+ public:
+  Columns(const Linear& linear, int64_t column)
+      : linear_(linear),
+        column_(column),
+        count_(std::min<int64_t>(V * kLanes, linear.out_features - column)) {
+    if (linear.bias == nullptr) return;
+    for (int64_t c = 0; c < count_; ++c) bias_[c] = widen(linear.bias[column + c]);
+  }
+
+  __attribute__((always_inline)) void put(const F32* sum, int64_t row) const {
+    uint16_t rounded[V * kLanes];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      F32 y = sum[v];
+      if (linear_.bias != nullptr) {
+        F32 bias;
+        __builtin_memcpy(&bias, bias_ + v * kLanes, sizeof bias);
+        y += bias;
+      }
+      const U16 words = __builtin_convertvector(round_words(y), U16);
+      __builtin_memcpy(rounded + v * kLanes, &words, sizeof words);
+    }
+    uint16_t* out = linear_.out + row * linear_.out_features + column_;
+    if (count_ == V * kLanes) {
+      __builtin_memcpy(out, rounded, sizeof rounded);
+    } else {
+      __builtin_memcpy(out, rounded, static_cast<size_t>(count_) * sizeof(uint16_t));
+    }
+  }
+
+ private:
+  const Linear& linear_;
+  int64_t column_, count_;
+  float bias_[V * kLanes] = {};
+};
+
+#ifdef EAGLE2_TILES
+#include "linear_tiles.h"
+#else
+class TileScope {};
 
 // Columns [0, V vectors) of R rows. `weights` is at the first of the columns.
 template <int R, int V>
@@ -176,32 +231,9 @@ void tile(const Linear& linear, const Word* x, const uint16_t* weights, Ahead ah
       }
     }
   }
-  float bias[V * kLanes] = {};
-  const int64_t columns = std::min<int64_t>(V * kLanes, linear.out_features - column);
-  if (linear.bias != nullptr) {
-    for (int64_t c = 0; c < columns; ++c) bias[c] = widen(linear.bias[column + c]);
-  }
+  const Columns<V> columns(linear, column);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    uint16_t rounded[V * kLanes];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      F32 y = sum[r][v];
-      if (linear.bias != nullptr) {
-        F32 b;
-        __builtin_memcpy(&b, bias + v * kLanes, sizeof b);
-        y += b;
-      }
-      const U16 words = __builtin_convertvector(round_words(y), U16);
-      __builtin_memcpy(rounded + v * kLanes, &words, sizeof words);
-    }
-    uint16_t* out = linear.out + (row + r) * linear.out_features + column;
-    if (columns == V * kLanes) {
-      __builtin_memcpy(out, rounded, sizeof rounded);
-    } else {
-      __builtin_memcpy(out, rounded, static_cast<size_t>(columns) * sizeof(uint16_t));
-    }
-  }
+  for (int r = 0; r < R; ++r) columns.put(sum[r], row + r);
 }
 
 // `unit` columns of `rows` rows.
@@ -220,11 +252,14 @@ void tiles(int64_t rows, const Linear& linear, const Word* x, const uint16_t* we
   }
 }
 
+#endif  // EAGLE2_TILES
+
 void run(const Linear& linear, int64_t begin, int64_t end) {
   const int64_t units = linear.units(), pairs = linear.pairs(), chunks = chunks_of(pairs);
   const int64_t panel_bytes = pairs * 4 * kPanel;
   const int64_t group_rows = (linear.rows + linear.groups - 1) / linear.groups;
   Arena arena;
+  [[maybe_unused]] const TileScope scope;
   Word* staged = arena.take<Word>(group_rows * chunks * kPitch);
   for (int64_t task = begin; task < end;) {
     const int64_t group = task / units, last = std::min(end, (group + 1) * units);

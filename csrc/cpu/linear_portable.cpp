@@ -9,6 +9,10 @@ namespace eagle2::portable {
 namespace eagle2 {
 
 const LinearKernel& linear_kernel() {
+#ifdef EAGLE2_X86_LEVELS
+  if (cpu_level().matrix == Matrix::kAmx) return amx::kLinearKernel;
+  if (cpu_level().matrix == Matrix::kModel) return amx_model::kLinearKernel;
+#endif
   switch (cpu_isa()) {
 #ifdef EAGLE2_X86_LEVELS
     case Isa::kAvx2:

@@ -470,7 +470,7 @@ ATTENTION_MUTANTS = [
         quick=True,
     ),
     Mutant(
-        "csrc/cpu/attention_tiles.h",
+        "csrc/cpu/tiles.h",
         "even[n] = flushed(std::fma(low, b_low, even[n]));",
         "odd[n] = flushed(std::fma(low, b_low, odd[n]));",
         "",
@@ -1771,6 +1771,15 @@ FORWARD_MUTANTS = [
         tests="test_linear.py::test_sums_are_of_float32_and_rounded_once_ties_to_even",
         objects="linear_portable",
         isa="portable",
+    ),
+    Mutant(
+        "csrc/cpu/linear_tiles.h",
+        "if (count - i < kDepth) {",
+        "if (count < i) {",
+        "",
+        tests="test_linear.py::test_non_finite_values_reach_what_they_should",
+        objects="linear_amx_model",
+        isa="amx_model",
     ),
     Mutant(
         LINEAR,

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "cpu/attention_tiles.h"
+#include "cpu/tiles.h"
 
 namespace {
 

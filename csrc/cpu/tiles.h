@@ -1,6 +1,6 @@
-// The matrix unit (AMX) as attention_kernel.h sees it: eight tiles of 16 rows of 64 bytes. A
-// product takes A [rows, 16 words] and B [16 words, 16] and adds to C [rows, 16] of float32, a word
-// being a pair of bfloat16.
+// The matrix unit (AMX) as the kernels see it: eight tiles of 16 rows of 64 bytes. A product takes
+// A [rows, 16 words] and B [16 words, 16] and adds to C [rows, 16] of float32, a word being a pair
+// of bfloat16.
 //
 // TileUnit is the hardware. TileModel does the same in plain code, for machines without it: the
 // order of the sums, the roundings and the flushed subnormals are those of TDPBF16PS in Intel's
