@@ -62,8 +62,12 @@ def test_tables_at_each_level(name):
 
 @pytest.mark.parametrize("name", [name for name in HERE if name != level()])
 def test_linear_layers_at_each_level(name):
+    here = Path(__file__).parent
+    bits = ("layer_is_its_operators_bit_for_bit", "trees_rows_are_those_of_plain_decoding")
+    files = [str(here / "test_linear.py")]
+    files += [f"{here / 'test_decoder_layer.py'}::test_a_{name}" for name in bits]
     run = subprocess.run(
-        [*PYTEST, str(Path(__file__).with_name("test_linear.py"))],
+        [*PYTEST, *files],
         env=os.environ | {"EAGLE2_CPU_ISA": name, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
