@@ -230,7 +230,8 @@ void attend(const AttentionParams& p, const AttentionTask& task) {
   const int64_t pitch = round_up(chunk, kWhole), key_vectors = pitch / L;
   const int64_t scores_pitch = pitch + L;              // a path's scores begin anywhere
   const int64_t steps = round_up(chunk, Unit) / Pack;  // words of values
-  const int64_t tile_nodes = std::max<int64_t>(1, kTileRows / group);
+  const int64_t tile_nodes =
+      std::min(std::max<int64_t>(1, kTileRows / group), node_end - node_begin);
   const int64_t tile_rows = tile_nodes * group;
   const auto panels = [](int64_t count) {
     return (count + kColumns - 1) / kColumns * kColumns * L;
@@ -523,11 +524,15 @@ void attend(const AttentionParams& p, const AttentionTask& task) {
         }
         if constexpr (!kTiles) {
           if (in_place) {
-            accumulate_shared<A, Pack>(
-                count, weights, scores_pitch,
-                RowsInPlace<C, A>{v_rows, read_v,
-                                  one_block && ahead > 0 && k_dim >= v_dim ? next_k : nullptr},
-                word_begin, word_end, vectors, sum, row_pitch);
+            const auto add_rows = [&](auto rows) {
+              accumulate_shared<A, Pack>(count, weights, scores_pitch, rows, word_begin, word_end,
+                                         vectors, sum, row_pitch);
+            };
+            if (one_block && ahead > 0 && k_dim >= v_dim) {
+              add_rows(RowsInPlace<C, A, true>{v_rows, read_v, next_k});
+            } else {
+              add_rows(RowsInPlace<C, A, false>{v_rows, read_v, nullptr});
+            }
           }
         }
         if (!in_place) {

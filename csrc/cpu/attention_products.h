@@ -232,8 +232,9 @@ inline void load_value(Reader<C, A> reader, const C* const* rows, int64_t dim, i
 }
 
 // Where values come from, V vectors from vector v on: rows in place, converted as they are read, or
-// a scratch block of words in panels. `ahead` (if any) are rows to fetch into the cache meanwhile.
-template <typename C, typename A>
+// a scratch block of words in panels. With Fetch the rows of `ahead` are fetched into the cache
+// meanwhile, and these rows' next into the first level.
+template <typename C, typename A, bool Fetch>
 struct RowsInPlace {
   const C* const* rows;
   Reader<C, A> reader;
@@ -242,7 +243,7 @@ struct RowsInPlace {
   __attribute__((always_inline)) void read(int64_t i, int64_t v,
                                            typename Vector<A>::type* value) const {
     constexpr int L = kLanes<A>;
-    if (ahead != nullptr) {
+    if constexpr (Fetch) {
 #pragma GCC unroll 2
       for (int k = 0; k < kPack<C>; ++k) {
 #pragma GCC unroll 8
@@ -282,51 +283,61 @@ struct Panels {
   }
 };
 
-// scores[r][j] = sum over d of q[r][d] * columns[d][j], each score one chain over ascending words.
-template <typename A, int Pack, int R, int V, typename Fetch>
-inline void score_block(const A* q, int64_t words, const A* columns, A* scores,
-                        int64_t scores_pitch, Fetch& ahead) {
+// c[r][j] (+)= sum over the words i in [begin, end) of a[r][i] * b[i][j] for R rows and the V
+// vectors j from v0 on, each element one chain over ascending i. Rows that `ahead` names are
+// fetched meanwhile.
+template <typename A, int Pack, int R, int V, bool Fresh, typename Values, typename Fetch>
+inline void multiply_block(const A* a, int64_t a_pitch, Values b, int64_t begin, int64_t end,
+                           int64_t v0, A* c, int64_t c_pitch, Fetch& ahead) {
   constexpr int L = kLanes<A>;
+  c += v0 * L;
   typename Vector<A>::type sum[R][V] = {};
-  Fetch fetch = ahead;  // in registers
-  for (int64_t d = 0; d < words; ++d) {
-    fetch.step();
-    typename Vector<A>::type key[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) key[v] = load(columns + (d * kColumns + v) * L);
+  if constexpr (!Fresh) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const auto query = Product<A, Pack>::spread(q + r * words + d);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sum[r][v] = Product<A, Pack>::add(sum[r][v], query, key[v]);
+      for (int v = 0; v < V; ++v) sum[r][v] = load(c + r * c_pitch + v * L);
+    }
+  }
+  Fetch fetch = ahead;  // in registers
+  for (int64_t i = begin; i < end; ++i) {
+    fetch.step();
+    typename Vector<A>::type value[V];
+    b.template read<V>(i, v0, value);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto word = Product<A, Pack>::spread(a + r * a_pitch + i);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[r][v] = Product<A, Pack>::add(sum[r][v], word, value[v]);
     }
   }
   ahead = fetch;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(scores + r * scores_pitch + v * L, sum[r][v]);
+    for (int v = 0; v < V; ++v) store(c + r * c_pitch + v * L, sum[r][v]);
   }
 }
 
 template <typename A, int Pack, int R, typename Fetch>
 void score_rows(const A* q, int64_t words, const A* columns, int64_t begin, int64_t end, A* scores,
                 int64_t scores_pitch, Fetch& ahead) {
+  const Panels<A> keys{columns, words};
   for (int64_t v = begin; v < end;) {
-    const A* at = columns + panel_offset<A>(v, 0, words);
-    A* to = scores + v * kLanes<A>;
     if (v % kColumns == 0 && v + kColumns <= end) {
-      score_block<A, Pack, R, kColumns>(q, words, at, to, scores_pitch, ahead);
+      multiply_block<A, Pack, R, kColumns, true>(q, words, keys, 0, words, v, scores, scores_pitch,
+                                                 ahead);
       v += kColumns;
     } else {
-      score_block<A, Pack, R, 1>(q, words, at, to, scores_pitch, ahead);
+      multiply_block<A, Pack, R, 1, true>(q, words, keys, 0, words, v, scores, scores_pitch, ahead);
       ++v;
     }
   }
 }
 
 // The same chains for rows that are read once: transposed in registers, never stored.
-// Scores of `count` keys, rounded up to a multiple of the lane count.
+// Scores of `count` keys, rounded up to a multiple of the lane count. Rows that `ahead` (if
+// any) names are fetched into the cache meanwhile, and these rows' next into the first level.
 template <typename C, typename A, int R>
 void score_in_place(Reader<C, A> reader, const A* q, int64_t dim, const C* const* rows,
                     int64_t count, A* scores, int64_t scores_pitch, const C* const* ahead) {
@@ -396,36 +407,7 @@ void score(int rows, const A* q, int64_t words, const A* columns, int64_t begin,
   score_rows<A, Pack, R>(q, words, columns, begin, end, scores, scores_pitch, ahead);
 }
 
-// sum[r][d] += weights[r][i] * values[i][d] for the words i in [begin, end), each element one chain
-// over ascending i.
-template <typename A, int Pack, int R, int V, typename Values>
-inline void accumulate_block(const A* weights, int64_t weights_pitch, Values values, int64_t begin,
-                             int64_t end, int64_t v0, A* sum, int64_t sum_pitch) {
-  constexpr int L = kLanes<A>;
-  sum += v0 * L;
-  typename Vector<A>::type part[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) part[r][v] = load(sum + r * sum_pitch + v * L);
-  }
-  for (int64_t i = begin; i < end; ++i) {
-    typename Vector<A>::type value[V];
-    values.template read<V>(i, v0, value);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const auto weight = Product<A, Pack>::spread(weights + r * weights_pitch + i);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) part[r][v] = Product<A, Pack>::add(part[r][v], weight, value[v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(sum + r * sum_pitch + v * L, part[r][v]);
-  }
-}
-
+// sum[r][d] += weights[r][i] * values[i][d] for the words i in [begin, end).
 template <typename A, int Pack, int R = kRows, typename Values>
 void accumulate(int rows, const A* weights, int64_t weights_pitch, Values values, int64_t begin,
                 int64_t end, int64_t vectors, A* sum, int64_t sum_pitch) {
@@ -436,13 +418,15 @@ void accumulate(int rows, const A* weights, int64_t weights_pitch, Values values
     }
   }
   if (begin >= end) return;
+  NothingAhead nothing;
   int64_t v = 0;
   for (; v + kColumns <= vectors; v += kColumns) {
-    accumulate_block<A, Pack, R, kColumns>(weights, weights_pitch, values, begin, end, v, sum,
-                                           sum_pitch);
+    multiply_block<A, Pack, R, kColumns, false>(weights, weights_pitch, values, begin, end, v, sum,
+                                                sum_pitch, nothing);
   }
   for (; v < vectors; ++v) {
-    accumulate_block<A, Pack, R, 1>(weights, weights_pitch, values, begin, end, v, sum, sum_pitch);
+    multiply_block<A, Pack, R, 1, false>(weights, weights_pitch, values, begin, end, v, sum,
+                                         sum_pitch, nothing);
   }
 }
 
