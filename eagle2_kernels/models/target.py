@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention import tree_attention
 from ..cache import write_kv
-from .compiled import CompiledPart, Kernels, find_specs, refuse_modules
+from .compiled_layers import KEYWORD, CompiledLayers, TracedCall
 from .fused import Attention, FusedModel
 from .packed import PackedLinears, in_use, one_at_a_time, pack_linear
 
@@ -37,7 +37,6 @@ __all__ = ["SlotCache", "TargetModel", "load_target_model"]
 # attention has one, which sees what mask every layer asks for.
 _ATTENTION = "eagle2_slots"
 _PROBE = "eagle2_probe"
-_KEYWORD = "eagle2"
 
 # Row counts that `row_invariant_rows` compares with 32, largest first.
 _PROBED_ROWS = (31, 24, 20, 17, 16, 15, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
@@ -51,7 +50,7 @@ _COMPARED_EPS = 8
 _HARMLESS = frozenset(
     {"dropout", "scaling", "position_ids", "use_cache", "cache_position", "output_attentions"}
     | {"output_hidden_states", "is_causal", "sliding_window", "softcap", "s_aux", "return_dict"}
-    | {_KEYWORD}
+    | {KEYWORD}
 )
 
 
@@ -129,18 +128,6 @@ class _Call:
         )
 
 
-@dataclass
-class _TracedCall:
-    """What stands for a `_Call` while a layer is traced."""
-
-    emit: Callable[..., Tensor]
-
-    def attend(
-        self, i: int, query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None = None
-    ) -> Tensor:
-        return self.emit(2, query, key, value, *([] if s_aux is None else [s_aux]))
-
-
 def _tree_attention_function(
     module: nn.Module,
     query: Tensor,
@@ -149,7 +136,7 @@ def _tree_attention_function(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
-    eagle2: _Call | _TracedCall | None = None,
+    eagle2: _Call | TracedCall | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if eagle2 is None:
@@ -158,101 +145,6 @@ def _tree_attention_function(
         )
     i: int = module.layer_idx  # type: ignore[assignment]
     return eagle2.attend(i, query, key, value, s_aux), None
-
-
-class _CompiledLayers:
-    """A model's decoder layers in fused kernels, in the `over` block; see `compiled.py`.
-
-    ``blocks`` are the layers, ``calls`` the arguments of each in two forwards of ``sizes``
-    (requests, rows) each: what changed between them is a number of requests or rows.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        blocks: Sequence[nn.Module],
-        calls: Sequence[Sequence[tuple[Any, Any]]],
-        sizes: tuple[tuple[int, int], tuple[int, int]],
-        packed: PackedLinears,
-    ) -> None:
-        self.kernels = Kernels()
-        self._blocks = list(blocks)
-        self._rest = packed.without(blocks)
-        self._layers: list[_CompiledLayer] = []
-        for i, (block, *pair) in enumerate(zip(blocks, *calls, strict=True)):
-            where = f"layer {i} of {name}"
-            refuse_modules(where, block)
-            paths, tensors = zip(*_tensors_in(pair[0]), strict=True)
-            others = [t for _, t in _tensors_in(pair[1])]
-            try:
-                specs = find_specs(tensors, sizes[0], others, sizes[1])
-            except ValueError as error:
-                raise ValueError(f"compile: {where} {error}: not supported") from error
-            function = partial(_call_layer, block, pair[0], paths)
-            products = packed.inside(block)
-            part = CompiledPart(where, function, block, products, specs, self.kernels)
-            self._layers.append(_CompiledLayer(part, [paths[j] for j in part.used]))
-
-    @contextmanager
-    def over(self, call: _Call) -> Iterator[None]:
-        with in_use(self._rest):
-            try:
-                for i, (block, layer) in enumerate(zip(self._blocks, self._layers, strict=True)):
-                    layer.part.refresh()
-                    layer.attend = partial(call.attend, i)
-                    block.__dict__["forward"] = layer.forward
-                yield
-            finally:
-                for block, layer in zip(self._blocks, self._layers, strict=True):
-                    block.__dict__.pop("forward", None)
-                    layer.attend = None
-
-
-@dataclass
-class _CompiledLayer:
-    """One layer's kernels, where its inputs are in the arguments, and its attention in a call."""
-
-    part: CompiledPart
-    paths: list[tuple[Any, ...]]
-    attend: Callable[..., Tensor] | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = []
-        for path in self.paths:
-            value: Any = (args, kwargs)
-            for key in path:
-                value = value[key]
-            tensors.append(value)
-        assert self.attend is not None
-        return self.part(self.attend, tensors)
-
-
-def _call_layer(
-    block: nn.Module, arguments: Any, paths: Sequence[Any], emit: Any, *tensors: Tensor
-) -> Tensor:
-    """Run a layer's own code with ``tensors`` in the places ``paths`` of ``arguments``."""
-    args, kwargs = _replaced(arguments, dict(zip(paths, tensors, strict=True)), ())
-    kwargs[_KEYWORD] = _TracedCall(emit)
-    output = type(block).forward(block, *args, **kwargs)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"expected a tensor from the layer, got {type(output).__name__}")
-    return output
-
-
-def _tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (tuple, list, dict)):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors_in(part, (*path, key))
-
-
-def _replaced(value: Any, tensors: dict[Any, Tensor], path: tuple[Any, ...]) -> Any:
-    if isinstance(value, dict):
-        return {key: _replaced(part, tensors, (*path, key)) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_replaced(part, tensors, (*path, i)) for i, part in enumerate(value))
-    return tensors.get(path, value)
 
 
 class TargetModel:
@@ -317,7 +209,7 @@ class TargetModel:
         self.pack_weights = pack_weights
         self._packed_base = PackedLinears(*([self._base] if pack_weights else []))
         self._packed_head = PackedLinears(*([self._lm_head] if pack_weights else []))
-        self._compiled: _CompiledLayers | None = None
+        self._compiled: CompiledLayers | None = None
         self.fuse_layers = fuse_layers
         self._is_settled = False
         self._twin: TargetModel | None = None
@@ -445,7 +337,7 @@ class TargetModel:
     def _fast_layers(self, call: _Call) -> AbstractContextManager[Any]:
         if self._compiled is None or torch.compiler.is_compiling():
             return in_use(self._packed_base)
-        return self._compiled.over(call)
+        return self._compiled.over(call.attend)
 
     @property
     def is_fused(self) -> bool:
@@ -533,7 +425,7 @@ class TargetModel:
             try:
                 for config in self._configs:
                     config._attn_implementation_internal = _ATTENTION
-                twin._compiled = _CompiledLayers(
+                twin._compiled = CompiledLayers(
                     self._name, self._blocks, calls, sizes, self._packed_base
                 )
             finally:
@@ -546,7 +438,7 @@ class TargetModel:
         seen: dict[int, tuple[Any, Any]] = {}
 
         def record(i: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-            seen[i] = args, {k: v for k, v in kwargs.items() if k != _KEYWORD}
+            seen[i] = args, {k: v for k, v in kwargs.items() if k != KEYWORD}
 
         handles = [
             block.register_forward_pre_hook(partial(record, i), with_kwargs=True)
@@ -823,7 +715,7 @@ def _probe_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if eagle2 is None:
-        raise TypeError(f"{_KEYWORD} did not reach the attention function")
+        raise TypeError(f"{KEYWORD} did not reach the attention function")
     eagle2(module, query, key, value, attention_mask, **kwargs)
     return value.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
