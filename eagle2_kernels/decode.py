@@ -187,7 +187,7 @@ class EagleDecoder:
         # Again if it was bound: to these weights, in their present dtype and place.
         head.bind(self.target.hf_model)
         if self.target.pack_weights:
-            head.pack_weights()
+            head.pack_weights(self.target.packed_lm_head)
         if compile:
             self.target = self.target.compiled()
             head.compile_layer()

@@ -146,6 +146,28 @@ def test_a_packed_decoder_can_be_copied_and_its_copy_changed(copied):
             torch.testing.assert_close(each.logits(x), 2 * before)
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@torch.inference_mode()
+def test_a_head_shares_the_targets_packed_lm_head(biased):
+    model = tiny_models.tiny_model(dtype=torch.bfloat16, tie_word_embeddings=False)
+    if biased:
+        bias = torch.ones(model.lm_head.out_features, dtype=torch.bfloat16)
+        model.lm_head.bias = nn.Parameter(bias)
+    target, head = TargetModel(model, pack_weights=True), tiny_models.tiny_head(model)
+    EagleDecoder(target, head)
+    (product,) = target.packed_lm_head._products
+    assert head._packed_lm_head[2] is product.multiply
+    hidden = torch.randn(3, model.config.hidden_size, dtype=torch.bfloat16)
+    assert torch.equal(head.logits(hidden), target.logits(hidden))
+    # one whose draft vocabulary is another, or whose bias, has its own
+    few = tiny_models.tiny_head(model, draft_vocab=range(40))
+    EagleDecoder(target, few)
+    assert few._packed_lm_head[2] is not product.multiply
+    head.lm_head_bias = torch.zeros(model.lm_head.out_features, dtype=torch.bfloat16)
+    head.pack_weights(target.packed_lm_head)
+    assert head._packed_lm_head[2] is not product.multiply
+
+
 def test_threads_take_turns_at_the_block():
     """The first to leave would take away the second's layers, or leave some behind."""
     net = Net()

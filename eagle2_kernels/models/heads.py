@@ -323,16 +323,18 @@ class EagleHead(nn.Module):
         return self
 
     @torch.no_grad()
-    def pack_weights(self) -> EagleHead:
+    def pack_weights(self, *others: PackedLinears) -> EagleHead:
         """Keep packed copies of the linear layers, for ``with head.packed:`` and `logits`; self.
 
-        Call it after `bind`, which brings another lm_head. See `PackedLinears`.
+        Call it after `bind`, which brings another lm_head. See `PackedLinears`; an lm_head that
+        ``others`` have packed already, the target's own, is not packed again.
         """
         self.packed = PackedLinears(self)
         weight, bias = self._logits_weight(), self.lm_head_bias
         if can_pack(weight):
-            state, linear = weight_state(weight, bias), pack_linear(weight.detach(), bias)
-            self._packed_lm_head = weight, state, linear
+            found = (packed.multiply_by(weight, bias) for packed in (self.packed, *others))
+            linear = next(filter(None, found), None) or pack_linear(weight.detach(), bias)
+            self._packed_lm_head = weight, weight_state(weight, bias), linear
         return self
 
     def fuse_layer(self) -> EagleHead:

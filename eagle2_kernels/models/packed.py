@@ -159,6 +159,22 @@ class PackedLinears:
         modules = {id(m) for m in root.modules()}
         return [p for p in self._products if id(p.modules[0]) in modules]
 
+    def multiply_by(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """The product of a layer alone that has this very weight and bias; None if there is none.
+
+        Detached views of them count: they share memory.
+        """
+        for product in self._products:
+            m = product.modules[0]
+            if (
+                len(product.modules) == 1
+                and m.weight.shape == weight.shape
+                and weight_state(m.weight, m.bias) == weight_state(weight, bias)
+                and product.is_current()
+            ):
+                return product.multiply
+        return None
+
     def without(self, roots: Sequence[nn.Module]) -> PackedLinears:
         """The products of layers that are under none of ``roots``."""
         modules = {id(m) for root in roots for m in root.modules()}

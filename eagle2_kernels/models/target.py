@@ -515,6 +515,11 @@ class TargetModel:
                     break
         return next((r for r in (1, 2, 4, 8) if r >= smallest), None)
 
+    @property
+    def packed_lm_head(self) -> PackedLinears:
+        """The lm_head's packed weight, where it is packed."""
+        return self._packed_head
+
     def is_packed(self, linear: nn.Linear) -> bool:
         """Whether this layer of the model runs from packed weights in `forward` and `logits`."""
         return self._packed_columns(linear) is not None
