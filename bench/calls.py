@@ -33,6 +33,9 @@ def _tiny(device: torch.device) -> dict[str, tuple[tuple, dict]]:
     def zeros(*shape, dtype=torch.float32):
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    def packed(out_features, in_features):
+        return ops.reference.pack_linear_weight(ones(out_features, in_features).bfloat16())
+
     one, root = i32(1), i64(0)
     parents, tokens, links = i32([-1, 0]), i64([0, 1]), i32([1, -1])
     sibling = i32([-1, -1])
@@ -74,6 +77,15 @@ def _tiny(device: torch.device) -> dict[str, tuple[tuple, dict]]:
         "silu_and_mul": ((ones(1, 1, 8),), {}),
         "rope_and_write_kv": (
             (ones(1, 1, 24), ones(1, 1, 8), zeros(1, 1, 8), k_cache, v_cache, one),
+            {},
+        ),
+        "decoder_layer": (
+            (
+                *(ones(1, 1, 8).bfloat16(), ones(1, 1, 8).bfloat16(), zeros(1, 1, 8).bfloat16()),
+                *(k_cache.bfloat16(), v_cache.bfloat16(), one),
+                *(packed(24, 8), packed(8, 8), ones(8).bfloat16()),
+                *(packed(16, 8), packed(8, 8), 1, 8, ones(8).bfloat16()),
+            ),
             {},
         ),
         "write_kv": ((k_cache, v_cache, ones(1, 1, 1, 8), ones(1, 1, 1, 8), one), {}),

@@ -2,7 +2,8 @@
 
 packed_linear against torch's own linear layer and oneDNN's packed one. Each call takes the next of
 as many copies of the weight as no cache holds; "forward" is all products of a forward of
-SmolLM2-135M, one after another. The floor is the weight's bytes at the read bandwidth or the
+SmolLM2-135M, one after another, our weights in one piece of memory as `PackedLinears` has them (so
+that they lie in huge pages). The floor is the weight's bytes at the read bandwidth or the
 operations at the matmul rate, whichever is longer, and the forward's that of its products together.
 """
 
@@ -30,8 +31,13 @@ _LM_HEAD = (49_152, 576)
 _LARGE = ((6144, 4096), (28_672, 4096))
 
 
-def _ours(weight: torch.Tensor) -> Product:
-    packed, out = ek.pack_linear_weight(weight), weight.shape[0]
+def _ours(weight: torch.Tensor, memory: torch.Tensor | None = None) -> Product:
+    out, inputs = weight.shape
+    if memory is None:
+        packed = ek.pack_linear_weight(weight)
+    else:
+        packed = memory.view(-(-out // 32), inputs // 2, 32, 2)
+        torch.ops.eagle2_kernels.pack_linear_weight_out(weight, packed=packed)
     return lambda x: ek.packed_linear(x, packed, out)
 
 
@@ -85,7 +91,14 @@ def _forward(rows: Sequence[int]) -> Iterator[Case]:
     """All products of a forward; the result is that of the lm_head."""
     shapes = [*_LAYER * 30, _LM_HEAD]
     weights = {shape: _weight(shape) for shape in {*shapes}}
-    made = {name: [make(weights[s]) for s in shapes] for name, make in _providers().items()}
+    sizes = [-(-out // 32) * 32 * inputs for out, inputs in shapes]
+    parts = torch.empty(sum(sizes), dtype=torch.bfloat16).split(sizes)
+    made = {"ours": [_ours(weights[s], part) for s, part in zip(shapes, parts, strict=True)]}
+    made |= {
+        name: [make(weights[s]) for s in shapes]
+        for name, make in _providers().items()
+        if name not in made
+    }
     widths = [shape[1] for shape in shapes]
     for n in rows:
         x = {width: torch.randn(n, width).bfloat16() for width in {*widths}}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         retrieve_indices,
         unpack_tree_mask,
     )
-    from .layer import fused_add_rms_norm, rms_norm, silu_and_mul
+    from .layer import decoder_layer, fused_add_rms_norm, rms_norm, silu_and_mul
     from .linear import pack_linear_weight, packed_linear
     from .logits import count_tokens, mark_tokens, process_logits, token_logprobs
     from .models.heads import Eagle3Head, EagleHead
@@ -78,6 +78,7 @@ _HOME = {
     "pack_tree_mask": "flatten",
     "retrieve_indices": "flatten",
     "unpack_tree_mask": "flatten",
+    "decoder_layer": "layer",
     "fused_add_rms_norm": "layer",
     "rms_norm": "layer",
     "silu_and_mul": "layer",
@@ -114,6 +115,7 @@ __all__ = [
     "candidates_from_continuations",
     "compact_kv",
     "count_tokens",
+    "decoder_layer",
     "eagle2_generate_tree",
     "expand_topk",
     "expected_accept_length",

@@ -112,24 +112,40 @@ def _check_linear(
     _checks.tensor("x", x, torch.bfloat16, (None,) * rank, "[..., in]")
     _checks.integer("out_features", out_features, 0, _MOST_INT)
     in_features = x.shape[-1]
-    shape = ((out_features + 31) // 32, (in_features + 1) // 2, 32, 2)
-    layout = "[ceil(out / 32), ceil(in / 2), 32, 2]"
-    _checks.tensor("packed", packed, torch.bfloat16, shape, layout)
-    if bias is not None:
-        _checks.tensor("bias", bias, torch.bfloat16, (out_features,), "[out]")
+    check_packed("packed", packed, "bias", bias, in_features, out_features, values=values)
     _checks.same_device(x=x, packed=packed, bias=bias)
     _on_cpu(x=x)
     if in_features > 1 and x.stride(-1) != 1:
         raise ValueError(f"x: expected a contiguous last dimension, got strides {x.stride()}")
-    for name, tensor in (("packed", packed), ("bias", bias)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def check_packed(
+    name: str,
+    packed: Tensor,
+    bias_name: str,
+    bias: Tensor | None,
+    in_features: int,
+    out_features: int,
+    *,
+    values: bool,
+) -> None:
+    """A packed weight and its bias, by the names that they have where they are given."""
+    shape = ((out_features + 31) // 32, (in_features + 1) // 2, 32, 2)
+    layout = "[ceil(out / 32), ceil(in / 2), 32, 2]"
+    _checks.tensor(name, packed, torch.bfloat16, shape, layout)
+    given = {name: packed}
+    if bias is not None:
+        _checks.tensor(bias_name, bias, torch.bfloat16, (out_features,), "[out]")
+        given[bias_name] = bias
+    for each, tensor in given.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{each}: expected a contiguous tensor, got strides {tensor.stride()}")
     if values and packed.device.type == "cpu":
         columns = packed.transpose(1, 2).flatten(0, 1).flatten(1)
         padding = (columns[out_features:] != 0).any() | (columns[:, in_features:] != 0).any()
         if bool(padding):
             raise ValueError(
-                f"packed: expected zeros past {out_features} outputs and {in_features} inputs, got "
+                f"{name}: expected zeros past {out_features} outputs and {in_features} inputs, got "
                 "others (was it packed for more?)"
             )
 

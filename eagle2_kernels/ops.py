@@ -560,6 +560,22 @@ OPS: tuple[Op, ...] = (
         floats=("x",),
         cpu_only=True,
     ),
+    Op(
+        "decoder_layer",
+        "Tensor(x!) hidden, Tensor cos, Tensor sin, Tensor(y!) k_cache, Tensor(z!) v_cache, "
+        "Tensor prefix_lens, Tensor qkv_packed, Tensor o_packed, Tensor post_norm_weight, "
+        "Tensor gate_up_packed, Tensor down_packed, SymInt num_heads, SymInt intermediate_size, "
+        "Tensor? norm_weight=None, Tensor? tree_mask=None, Tensor? lengths=None, *, "
+        "Tensor? attention_input=None, Tensor? qkv_bias=None, Tensor? o_bias=None, "
+        "Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? q_weight=None, "
+        "Tensor? k_weight=None, float eps=1e-6, Tensor? page_table=None, SymInt? tree_len=None, "
+        "Tensor? depths=None, float? sm_scale=None, float softcap=0.0, SymInt? window=None",
+        (),
+        reference.decoder_layer,
+        _nothing,
+        "a whole Llama layer from packed weights, in place: the bits of its operators in one call",
+        cpu_only=True,
+    ),
 )
 
 CUDA_CPP = (

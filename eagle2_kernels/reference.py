@@ -1040,3 +1040,72 @@ def packed_linear(
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+def decoder_layer(
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    prefix_lens: Tensor,
+    qkv_packed: Tensor,
+    o_packed: Tensor,
+    post_norm_weight: Tensor,
+    gate_up_packed: Tensor,
+    down_packed: Tensor,
+    num_heads: int,
+    intermediate_size: int,
+    norm_weight: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    *,
+    attention_input: Tensor | None = None,
+    qkv_bias: Tensor | None = None,
+    o_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    page_table: Tensor | None = None,
+    tree_len: int | None = None,
+    depths: Tensor | None = None,
+    sm_scale: float | None = None,
+    softcap: float = 0.0,
+    window: int | None = None,
+) -> None:
+    """Hidden += attention(norm(hidden)), then hidden += mlp(norm(hidden)).
+
+    The new keys lie where the attention looks for its last N of ``tree_len`` slots.
+    """
+    size, rows = hidden.shape[-1], hidden.shape[1]
+    heads, dim = k_cache.shape[2:]
+    tree_len = rows if tree_len is None else tree_len
+    x = hidden if attention_input is None else attention_input
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    qkv = packed_linear(x, qkv_packed, (num_heads + 2 * heads) * dim, qkv_bias)
+    first, norms = prefix_lens + (tree_len - rows), {"q_weight": q_weight, "k_weight": k_weight}
+    q = rope_and_write_kv(
+        qkv, cos, sin, k_cache, v_cache, first, lengths, page_table, **norms, eps=eps
+    )
+    attended = torch.empty_like(q)
+    tree_attention_out(
+        q,
+        k_cache,
+        v_cache,
+        prefix_lens,
+        tree_mask,
+        tree_len=tree_len,
+        page_table=page_table,
+        depths=depths,
+        sm_scale=sm_scale,
+        softcap=softcap,
+        window=window,
+        out=attended,
+    )
+    x = packed_linear(attended.flatten(-2), o_packed, size, o_bias)
+    fused_add_rms_norm(x, hidden, post_norm_weight, eps)
+    gated = silu_and_mul(packed_linear(x, gate_up_packed, 2 * intermediate_size, gate_up_bias))
+    hidden += packed_linear(gated, down_packed, size, down_bias)

@@ -69,6 +69,18 @@ def calls() -> dict[str, Callable[[], object]]:
     for rows in (1, 9, 200):
         x = torch.randn(rows, 2, 600).bfloat16()[..., :577]
         add("packed_linear", x, layer, 200, weight[:, 0].contiguous(), suffix=f"{rows} rows")
+    pack = torch.ops.eagle2_kernels.pack_linear_weight
+    size, inner, cos = 64, 96, torch.randn(batch, 40, 64).bfloat16()
+    weights = [pack(torch.randn(*s).bfloat16()) for s in ((576, size), (size, 192))]
+    weights += [torch.randn(size).bfloat16()]
+    weights += [pack(torch.randn(*s).bfloat16()) for s in ((2 * inner, size), (size, inner))]
+    for rows in (1, 40):
+        hidden, tables = torch.randn(batch, rows, size).bfloat16(), [cos[:, :rows]] * 2
+        add(
+            *("decoder_layer", hidden, *tables, *(c.bfloat16() for c in caches), prefix_lens),
+            *(*weights, 3, inner, weights[2]),
+            suffix=f"{rows} rows",
+        )
     # What is not packed is copied, which shows that the counter counts.
     add("verify_tree", draft.T.contiguous().T, *(draft, child, sibling, 32), suffix="strided")
     return result

@@ -167,7 +167,7 @@ def draft(head, features):
     mask = torch.tensor([[[0b1001], [0b10010], [0b100100]]] * 2)
     prefix = lens(7, 3)
     # three rows behind three earlier ones of the tree
-    rows = CacheRows(cache.k, cache.v, prefix + 3, None, prefix, mask, 6)
+    rows = CacheRows(cache.k, cache.v, None, prefix, mask, 6)
     hidden = head.advance(
         tokens(6, 4).view(2, 3), fed[:, :3], prefix[:, None] + lens(1, 1, 1), rows
     )
@@ -219,6 +219,43 @@ def test_a_head_bound_again_or_copied_runs_its_modules():
     head = tiny_head(model).fuse_layer()
     assert not fuses(pickle.loads(pickle.dumps(head))) and not fuses(copy.deepcopy(head))
     assert fuses(head) and not fuses(head.bind(model))
+
+
+@pytest.mark.skipif(not HAS_BF16, reason="nothing is packed here")
+@known
+def test_whole_layers_are_their_operators_bit_for_bit(name):
+    """`decoder_layer` where everything is packed; the loop over operators gives the same bits."""
+    whole, parts = (
+        TargetModel(known_model(name, torch.bfloat16), pack_weights=True) for _ in range(2)
+    )
+    assert whole._fused._wholes and len(parts._fused._wholes) == len(whole._fused._wholes)
+    parts._fused._wholes = []
+    for taps in ((), (0, 1), (1,)):
+        for got, want in zip(forward(whole, taps=taps), forward(parts, taps=taps), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not HAS_BF16, reason="nothing is packed here")
+@pytest.mark.parametrize("name", HEADS)
+def test_a_heads_whole_layer_is_its_operators_bit_for_bit(name):
+    model = tiny_model(num_hidden_layers=7, dtype=torch.bfloat16)
+    whole, parts = (head_of(model, name, True).fuse_layer() for _ in range(2))
+    assert whole._fused._whole is not None
+    parts._fused._whole = None
+    features = torch.randn(2, 5, whole.feature_size, generator=torch.Generator().manual_seed(1))
+    for got, want in zip(*(draft(h, features.bfloat16()) for h in (whole, parts)), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_layers_that_are_not_all_packed_run_by_their_operators():
+    """Norms of different eps, and a product that was left alone."""
+    model = tiny_model(dtype=torch.bfloat16)
+    assert not TargetModel(model, pack_weights=False)._fused._wholes
+    assert not TargetModel(tiny_model(dtype=torch.float32), pack_weights=True)._fused._wholes
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.5
+    fast, slow = pair(model, pack_weights=True)
+    assert fuses(fast) and not fast._fused._wholes
+    assert near(features_of(fast), features_of(slow))
 
 
 def test_a_rows_bits_are_its_own():

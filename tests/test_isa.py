@@ -35,9 +35,10 @@ HERE = [name for name in LEVELS if level(name) == name]
 
 @pytest.mark.parametrize("name", [name for name in HERE if name != level()])
 def test_tables_at_each_level(name):
-    """The attention and top-k tables; the rest of the suite runs at the best level.
+    """The tables of vectorised rooms; the rest of the suite runs at the best level.
 
-    The levels of the matrix unit differ from avx512_bf16 in attention over bfloat16 alone.
+    The levels of the matrix unit differ from avx512_bf16 in linear layers, and in attention over
+    bfloat16.
     """
     chosen = (
         "matches_oracle or (plain_decoding and seed0) or exponential or every_float8"
@@ -47,9 +48,10 @@ def test_tables_at_each_level(name):
     )
     if name.startswith("amx"):
         chosen = f"({chosen}) and (bfloat16 or any_call or any_size or any_slot_order or latent)"
+    chosen = f"test_linear or {chosen}"
     tests = [
         str(Path(__file__).with_name(f"test_{room}.py"))
-        for room in ("attention", "expand", "layer")
+        for room in ("attention", "expand", "layer", "linear")
     ]
     run = subprocess.run(
         [*PYTEST, "-k", chosen, *tests],
@@ -62,8 +64,12 @@ def test_tables_at_each_level(name):
 
 @pytest.mark.parametrize("name", [name for name in HERE if name != level()])
 def test_linear_layers_at_each_level(name):
+    here = Path(__file__).parent
+    bits = ("layer_is_its_operators_bit_for_bit", "trees_rows_are_those_of_plain_decoding")
+    files = [str(here / "test_linear.py")]
+    files += [f"{here / 'test_decoder_layer.py'}::test_a_{name}" for name in bits]
     run = subprocess.run(
-        [*PYTEST, str(Path(__file__).with_name("test_linear.py"))],
+        [*PYTEST, *files],
         env=os.environ | {"EAGLE2_CPU_ISA": name, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,

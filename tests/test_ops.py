@@ -26,6 +26,9 @@ def example(name: str) -> tuple[tuple, dict]:
     def rand(*shape):
         return torch.randn(*shape, generator=generator)
 
+    def packed_weight(*shape):
+        return ops.reference.pack_linear_weight(rand(*shape).bfloat16() * 0.005)
+
     parents = i32([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 0]])
     counts, prefix = i32([5, 4]), i32([3, 0])
     draft = torch.tensor([[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]])
@@ -126,6 +129,26 @@ def example(name: str) -> tuple[tuple, dict]:
         "rms_norm": ((rand(2, 5, 9), rand(9), 0.1), {}),
         "fused_add_rms_norm": ((rand(2, 5, 9), rand(2, 5, 9), rand(9), 0.1), {}),
         "silu_and_mul": ((rand(2, 5, 18),), {}),
+        "decoder_layer": (
+            (
+                rand(2, 5, 12).bfloat16(),
+                *(rand(2, 5, 6).bfloat16(), rand(2, 5, 6).bfloat16()),
+                *(keys.bfloat16(), values.bfloat16(), prefix),
+                *(packed_weight(80, 12), packed_weight(12, 48), rand(12).bfloat16()),
+                *(packed_weight(18, 12), packed_weight(12, 9), 6, 9, rand(12).bfloat16()),
+                *(mask, counts),
+            ),
+            {
+                "qkv_bias": rand(80).bfloat16(),
+                "q_weight": rand(8).bfloat16(),
+                "k_weight": rand(8).bfloat16(),
+                "eps": 0.1,
+                "depths": i32([[0, 1, 1, 2, 2]] * 2),
+                "sm_scale": 0.3,
+                "softcap": 4.0,
+                "window": 3,
+            },
+        ),
     }[name]
 
 

@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_call.h"
 #include "attention_params.h"
 #include "common.h"
 #include "isa.h"
@@ -74,7 +75,7 @@ void share_out(AttentionParams& p, const AttentionKernel& kernel) {
   while (p.parts < p.chunks && heads * p.parts % threads != 0) ++p.parts;
 }
 
-void attend_all(AttentionParams& p, const AttentionKernel& kernel) {
+void attend_with(AttentionParams& p, const AttentionKernel& kernel) {
   static thread_local std::vector<double> memory;
   share_out(p, kernel);
   const int64_t heads = (p.batch + (p.padding_rows > 0 ? 1 : 0)) * p.kv_heads;
@@ -129,12 +130,7 @@ double scalar_at(const Tensor& tensor, int64_t offset) {
   }
 }
 
-// Sizes and strides of a [., ., heads, dim] tensor of any dtype; flat rows [., heads, dim] are read
-// as one block of them.
-struct Rows {
-  int64_t size[4], stride[4];
-  int added;  // dimensions the tensor does not have
-};
+using Rows = AttentionRows;
 
 Rows rows_of(const Tensor& tensor, const char* name, bool flat) {
   const int added = flat ? 1 : 0;
@@ -143,7 +139,7 @@ Rows rows_of(const Tensor& tensor, const char* name, bool flat) {
   }
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  Rows rows = {{1}, {0}, added};
+  Rows rows = {tensor.const_data_ptr(), tensor.scalar_type(), {1}, {0}, added};
   for (int i = added; i < 4; ++i) {
     rows.size[i] = sizes[i - added];
     rows.stride[i] = strides[i - added];
@@ -166,11 +162,15 @@ void check_rows(const Rows& rows, const char* name, std::initializer_list<int64_
   }
 }
 
-void check_dtype(const Tensor& tensor, const char* name, ScalarType want, const char* why) {
-  if (tensor.scalar_type() != want) {
+void check_dtype(ScalarType type, const char* name, ScalarType want, const char* why) {
+  if (type != want) {
     fail(name, ": expected dtype ", torch::headeronly::toString(want), why, ", got ",
-         torch::headeronly::toString(tensor.scalar_type()));
+         torch::headeronly::toString(type));
   }
+}
+
+void check_dtype(const Tensor& tensor, const char* name, ScalarType want, const char* why) {
+  check_dtype(tensor.scalar_type(), name, want, why);
 }
 
 float scale_of(const std::optional<Tensor>& scale, const char* name, bool float8) {
@@ -182,15 +182,12 @@ float scale_of(const std::optional<Tensor>& scale, const char* name, bool float8
 }
 
 // Fills in what q, the caches and out say.
-void set_rows(AttentionParams& p, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-              const Tensor& out, bool flat, bool paged) {
-  const Rows query = rows_of(q, "q", flat);
+void set_rows(AttentionParams& p, const Rows& query, const Tensor& k_cache, const Tensor& v_cache,
+              const Rows& result, bool flat, bool paged) {
   const Rows k = rows_of(k_cache, "k_cache", false);
   const Rows v = rows_of(v_cache, "v_cache", false);
-  const Rows result = rows_of(out, "out", flat);
-  p.q_type = q.scalar_type();
-  check_dtype(out, "out", p.q_type, " like q");
-  check_written(out, "out");
+  p.q_type = query.type;
+  check_dtype(result.type, "out", p.q_type, " like q");
   if (k_cache.scalar_type() != ScalarType::Float8_e4m3fn) {
     check_dtype(k_cache, "k_cache", p.q_type, " like q");
   } else if (p.q_type != ScalarType::Float && p.q_type != ScalarType::Half &&
@@ -215,10 +212,10 @@ void set_rows(AttentionParams& p, const Tensor& q, const Tensor& k_cache, const 
   check_rows(k, "k_cache", {paged ? -1 : p.batch, -1, -1, p.k_dim});
   check_rows(v, "v_cache", {p.num_blocks, p.page_size, p.kv_heads, -1});
   check_rows(result, "out", {query.size[0], p.nodes, p.q_heads, p.v_dim});
-  p.q = q.const_data_ptr();
-  p.k = k_cache.const_data_ptr();
-  p.v = v_cache.const_data_ptr();
-  p.out = out.mutable_data_ptr();
+  p.q = query.data;
+  p.k = k.data;
+  p.v = v.data;
+  p.out = const_cast<void*>(result.data);
   for (int i = 0; i < 3; ++i) {
     p.q_stride[i] = query.stride[i];
     p.k_stride[i] = k.stride[i];
@@ -248,21 +245,15 @@ void set_indptr(AttentionParams& p, const View<const int32_t, 1>& indptr, int64_
   p.nodes = std::min(max_q, total);
 }
 
-void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                        const Tensor& prefix_lens, const std::optional<Tensor>& tree_mask,
-                        std::optional<int64_t> tree_len, const std::optional<Tensor>& qo_indptr,
-                        std::optional<int64_t> max_q, const std::optional<Tensor>& page_table,
-                        const std::optional<Tensor>& depths, std::optional<int64_t> max_prefix_len,
-                        std::optional<double> sm_scale, double softcap,
-                        std::optional<int64_t> window, const std::optional<Tensor>& sinks,
-                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                        std::optional<int64_t> kv_chunk, const Tensor& out,
-                        const std::optional<Tensor>& lse) {
+}  // namespace
+
+AttentionParams attention_params(const AttentionRows& q, const Tensor& k_cache,
+                                 const Tensor& v_cache, const Tensor& prefix_lens,
+                                 const AttentionOptions& options, const AttentionRows& out) {
+  const auto& [tree_mask, tree_len, qo_indptr, max_q, page_table, depths, sm_scale, softcap, window,
+               k_scale, v_scale, kv_chunk] = options;
   const bool ragged = qo_indptr.has_value();
   if (max_q.has_value() && !ragged) fail("max_q: expected qo_indptr beside it");
-  if (max_prefix_len.has_value() && *max_prefix_len < 0) {
-    fail("max_prefix_len: expected a length, got ", *max_prefix_len);
-  }
   AttentionParams p{};
   const auto indptr = view<int32_t, 1>(qo_indptr, "qo_indptr");
   if (ragged) {
@@ -352,6 +343,53 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   if (p.chunk < 1 || p.chunk > kMaxChunk) {
     fail("kv_chunk: expected 1 to ", kMaxChunk, " keys, got ", p.chunk);
   }
+  return p;
+}
+
+void attend(AttentionParams& p, ScalarType type) {
+  const AttentionKernels& level = kernels();
+  switch (type) {
+    case ScalarType::Double:
+      return attend_with(p, level.float64);
+    case ScalarType::Float:
+      return attend_with(p, level.float32);
+    case ScalarType::Half:
+      return attend_with(p, level.float16);
+    case ScalarType::BFloat16:
+      return attend_with(p, level.bfloat16);
+    case ScalarType::Float8_e4m3fn:
+      return attend_with(p, level.float8);
+    default:
+      fail("q: expected float64, float32, float16 or bfloat16, got ",
+           torch::headeronly::toString(p.q_type));
+  }
+}
+
+namespace {
+
+void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& prefix_lens, const std::optional<Tensor>& tree_mask,
+                        std::optional<int64_t> tree_len, const std::optional<Tensor>& qo_indptr,
+                        std::optional<int64_t> max_q, const std::optional<Tensor>& page_table,
+                        const std::optional<Tensor>& depths, std::optional<int64_t> max_prefix_len,
+                        std::optional<double> sm_scale, double softcap,
+                        std::optional<int64_t> window, const std::optional<Tensor>& sinks,
+                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                        std::optional<int64_t> kv_chunk, const Tensor& out,
+                        const std::optional<Tensor>& lse) {
+  if (max_prefix_len.has_value() && *max_prefix_len < 0) {
+    fail("max_prefix_len: expected a length, got ", *max_prefix_len);
+  }
+  const bool ragged = qo_indptr.has_value();
+  const Rows query = rows_of(q, "q", ragged);
+  Rows result = rows_of(out, "out", ragged);
+  check_written(out, "out");
+  result.data = out.mutable_data_ptr();
+  AttentionParams p = attention_params(query, k_cache, v_cache, prefix_lens,
+                                       {tree_mask, tree_len, qo_indptr, max_q, page_table, depths,
+                                        sm_scale, softcap, window, k_scale, v_scale, kv_chunk},
+                                       result);
+  const int64_t total = query.size[1];  // ragged: rows of q
   std::vector<double> sink_values;
   if (sinks.has_value()) {
     if (sinks->dim() != 1 || sinks->size(0) != p.q_heads) {
@@ -375,23 +413,7 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
     std::copy_n(sums.stride, 3, p.lse_stride);
   }
   if (total == 0 || (p.batch == 0 && !ragged)) return;
-
-  const AttentionKernels& level = kernels();
-  switch (k_cache.scalar_type()) {
-    case ScalarType::Double:
-      return attend_all(p, level.float64);
-    case ScalarType::Float:
-      return attend_all(p, level.float32);
-    case ScalarType::Half:
-      return attend_all(p, level.float16);
-    case ScalarType::BFloat16:
-      return attend_all(p, level.bfloat16);
-    case ScalarType::Float8_e4m3fn:
-      return attend_all(p, level.float8);
-    default:
-      fail("q: expected float64, float32, float16 or bfloat16, got ",
-           torch::headeronly::toString(p.q_type));
-  }
+  attend(p, k_cache.scalar_type());
 }
 
 // A [B, N, H, D] or [rows, H, D] tensor (without D: an LSE) as [B, N, H, D].

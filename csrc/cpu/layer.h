@@ -15,7 +15,9 @@ struct LayerKernel {
   void (*rms_norm)(const void* x, const void* weight, int64_t width, float eps, void* out);
   // residual = round(residual + x), then x = rms_norm(residual).
   void (*add_rms_norm)(void* x, void* residual, const void* weight, int64_t width, float eps);
-  // out = round(silu(gate)) * up; silu(x) = x / (1 + e^-x).
+  // residual = round(residual + x).
+  void (*add)(const void* x, void* residual, int64_t width);
+  // out = round(silu(gate)) * up; silu(x) = x / (1 + e^-x). `out` may be `gate`.
   void (*silu_and_mul)(const void* gate, const void* up, int64_t width, void* out);
   // out = x cos + [-second half of x; first half] sin, of `width` (even) elements. With cos and sin
   // in the row's dtype both products are rounded to it before they are added.

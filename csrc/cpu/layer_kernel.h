@@ -157,17 +157,28 @@ void rms_norm(const void* x, const void* weight, int64_t width, float eps, void*
             static_cast<T*>(out));
 }
 
+// sum[i..] += x[i..], rounded; that sum.
+template <typename T, typename Size>
+inline F32 add_part(const T* x, T* sum, int64_t i, Size part) {
+  const F32 value = as<T>(load(sum + i, part) + load(x + i, part));
+  put_exact(sum + i, value, part);
+  return value;
+}
+
 template <typename T>
 void add_rms_norm(void* x, void* residual, const void* weight, int64_t width, float eps) {
   T* row = static_cast<T*>(x);
   T* sum = static_cast<T*>(residual);
   Squares squares;
-  for_vectors(width, [&](int64_t i, auto part) {
-    const F32 value = as<T>(load(sum + i, part) + load(row + i, part));
-    put_exact(sum + i, value, part);
-    squares.add(value);
-  });
+  for_vectors(width, [&](int64_t i, auto part) { squares.add(add_part(row, sum, i, part)); });
   scale_row(sum, static_cast<const T*>(weight), width, squares.mean(width), eps, row);
+}
+
+template <typename T>
+void add(const void* x, void* residual, int64_t width) {
+  const T* row = static_cast<const T*>(x);
+  T* sum = static_cast<T*>(residual);
+  for_vectors(width, [=](int64_t i, auto part) { add_part(row, sum, i, part); });
 }
 
 // e^x: 0 far below, infinity above, NaN for NaN; within 1.5 of the last place.
@@ -241,8 +252,8 @@ void rotate_wide(const void* x, const float* cos, const float* sin, int64_t widt
 }
 
 template <typename T>
-constexpr LayerKernel kKernelOf = {&rms_norm<T>, &add_rms_norm<T>, &silu_and_mul<T>, &rotate<T>,
-                                   &rotate_wide<T>};
+constexpr LayerKernel kKernelOf = {&rms_norm<T>,     &add_rms_norm<T>, &add<T>,
+                                   &silu_and_mul<T>, &rotate<T>,       &rotate_wide<T>};
 
 }  // namespace
 

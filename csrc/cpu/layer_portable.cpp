@@ -30,11 +30,16 @@ void rms_norm(const void* x, const void* weight, int64_t width, float eps, void*
             static_cast<double*>(out));
 }
 
-void add_rms_norm(void* x, void* residual, const void* weight, int64_t width, float eps) {
-  double* row = static_cast<double*>(x);
+void add(const void* x, void* residual, int64_t width) {
+  const double* row = static_cast<const double*>(x);
   double* sum = static_cast<double*>(residual);
   for (int64_t i = 0; i < width; ++i) sum[i] += row[i];
-  scale_row(sum, static_cast<const double*>(weight), width, eps, row);
+}
+
+void add_rms_norm(void* x, void* residual, const void* weight, int64_t width, float eps) {
+  add(x, residual, width);
+  scale_row(static_cast<double*>(residual), static_cast<const double*>(weight), width, eps,
+            static_cast<double*>(x));
 }
 
 void silu_and_mul(const void* gate, const void* up, int64_t width, void* out) {
@@ -63,7 +68,8 @@ void rotate_wide(const void* x, const float* cos, const float* sin, int64_t widt
   rotate_row(static_cast<const double*>(x), cos, sin, width, static_cast<double*>(out));
 }
 
-constexpr LayerKernel kKernel = {&rms_norm, &add_rms_norm, &silu_and_mul, &rotate, &rotate_wide};
+constexpr LayerKernel kKernel = {&rms_norm,     &add_rms_norm, &add,
+                                 &silu_and_mul, &rotate,       &rotate_wide};
 
 }  // namespace f64
 

@@ -9,6 +9,7 @@
 #endif
 
 #include "args.h"
+#include "linear_call.h"
 
 namespace eagle2 {
 namespace {
@@ -107,11 +108,17 @@ Tensor pack_linear_weight(const Tensor& weight) {
   return packed;
 }
 
-// The rows of x [..., in]: dimensions that follow each other in memory are one.
-LinearRows rows_of(const Tensor& x) {
+}  // namespace
+
+LinearRows linear_rows(const Tensor& x, const char* name) {
+  check_bfloat16(x, name);
+  const int64_t last = x.dim() - 1;
+  if (x.size(last) > 1 && x.stride(last) != 1) {
+    fail(name, ": expected a contiguous last dimension, got stride ", x.stride(last));
+  }
   LinearRows rows;
   rows.data = words_of(x);
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+  for (int64_t i = 0; i < last; ++i) {
     const int64_t size = x.size(i), stride = x.stride(i);
     if (size == 1) continue;
     if (rows.dims > 0 && rows.stride[rows.dims - 1] == size * stride) {
@@ -125,58 +132,43 @@ LinearRows rows_of(const Tensor& x) {
   return rows;
 }
 
-// All checks of the arguments but the output; the shape of the output.
-Shape checked(const Tensor& x, const Tensor& packed, int64_t out_features,
-              const std::optional<Tensor>& bias) {
-  check_bfloat16(x, "x");
-  check_bfloat16(packed, "packed");
-  if (x.dim() < 1 || x.dim() > LinearRows::kDims) {
-    fail("x: expected 1 to ", LinearRows::kDims, " dimensions, got ", x.dim());
-  }
-  const int64_t in_features = x.size(x.dim() - 1);
-  if (in_features > 1 && x.stride(x.dim() - 1) != 1) {
-    fail("x: expected a contiguous last dimension, got stride ", x.stride(x.dim() - 1));
-  }
-  if (out_features < 0) fail("out_features: expected at least 0, got ", out_features);
-  if (packed.dim() != 4) fail("packed: expected 4 dimensions, got ", packed.dim());
+PackedLinear packed_layer(const Tensor& packed, const char* name, const std::optional<Tensor>& bias,
+                          const char* bias_name, int64_t in_features, int64_t out_features) {
+  check_bfloat16(packed, name);
+  if (packed.dim() != 4) fail(name, ": expected 4 dimensions, got ", packed.dim());
   const int64_t want[4] = {(out_features + kPanel - 1) / kPanel, (in_features + 1) / 2, kPanel, 2};
   for (int64_t i = 0; i < 4; ++i) {
     if (packed.size(i) != want[i]) {
-      fail("packed: expected size ", want[i], " in dimension ", i, " for ", in_features,
+      fail(name, ": expected size ", want[i], " in dimension ", i, " for ", in_features,
            " inputs and ", out_features, " outputs, got ", packed.size(i));
     }
   }
-  if (!packed.is_contiguous()) fail("packed: expected a contiguous tensor");
+  if (!packed.is_contiguous()) fail(name, ": expected a contiguous tensor");
   if (bias.has_value()) {
-    check_bfloat16(*bias, "bias");
+    check_bfloat16(*bias, bias_name);
     if (bias->dim() != 1 || bias->size(0) != out_features) {
-      fail("bias: expected ", out_features, " elements in one dimension");
+      fail(bias_name, ": expected ", out_features, " elements in one dimension");
     }
-    if (!bias->is_contiguous()) fail("bias: expected a contiguous tensor");
+    if (!bias->is_contiguous()) fail(bias_name, ": expected a contiguous tensor");
   }
-  Shape shape;
-  shape.rank = x.dim();
-  for (int64_t i = 0; i + 1 < shape.rank; ++i) shape.size[i] = x.size(i);
-  shape.size[shape.rank - 1] = out_features;
-  return shape;
+  return {words_of(packed), bias.has_value() ? words_of(*bias) : nullptr, in_features,
+          out_features};
 }
 
-void multiply(const Tensor& x, const Tensor& packed, int64_t out_features,
-              const std::optional<Tensor>& bias, const Shape& shape, uint16_t* out) {
+void run_linear(const LinearRows& x, int64_t rows, const PackedLinear& layer, uint16_t* out) {
+  if (rows == 0 || layer.out_features == 0) return;
   Linear linear;
-  linear.x = rows_of(x);
-  linear.packed = words_of(packed);
-  linear.bias = bias.has_value() ? words_of(*bias) : nullptr;
+  linear.x = x;
+  linear.packed = layer.packed;
+  linear.bias = layer.bias;
   linear.out = out;
-  linear.rows = 1;
-  for (int64_t i = 0; i + 1 < shape.rank; ++i) linear.rows *= shape.size[i];
-  linear.in_features = x.size(x.dim() - 1);
-  linear.out_features = out_features;
-  if (linear.rows == 0 || out_features == 0) return;
+  linear.rows = rows;
+  linear.in_features = layer.in_features;
+  linear.out_features = layer.out_features;
   const LinearKernel& kernel = linear_kernel();
   const int64_t threads = torch::stable::get_num_threads();
   // Where panels are few for so many threads, each takes halves of them, and groups of rows.
-  const int64_t panels = packed.size(0), pairs = packed.size(1);
+  const int64_t panels = (layer.out_features + kPanel - 1) / kPanel, pairs = linear.pairs();
   linear.unit = threads > 1 && panels < 4 * threads ? kPanel / 2 : kPanel;
   const int64_t most = (linear.rows + kernel.block - 1) / kernel.block;
   const int64_t staged = linear.rows * pairs * kernel.row_bytes;
@@ -189,17 +181,45 @@ void multiply(const Tensor& x, const Tensor& packed, int64_t out_features,
                [&](int64_t begin, int64_t end) { kernel.run(linear, begin, end); });
 }
 
+namespace {
+
+// All checks of x but its rows; the shape of the output.
+Shape output_shape(const Tensor& x, int64_t out_features) {
+  check_bfloat16(x, "x");
+  if (x.dim() < 1 || x.dim() > LinearRows::kDims) {
+    fail("x: expected 1 to ", LinearRows::kDims, " dimensions, got ", x.dim());
+  }
+  if (out_features < 0) fail("out_features: expected at least 0, got ", out_features);
+  Shape shape;
+  shape.rank = x.dim();
+  for (int64_t i = 0; i + 1 < shape.rank; ++i) shape.size[i] = x.size(i);
+  shape.size[shape.rank - 1] = out_features;
+  return shape;
+}
+
+int64_t rows_in(const Shape& shape) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < shape.rank; ++i) rows *= shape.size[i];
+  return rows;
+}
+
 void packed_linear_out(const Tensor& x, const Tensor& packed, int64_t out_features,
                        const std::optional<Tensor>& bias, const Tensor& out) {
-  const Shape shape = checked(x, packed, out_features, bias);
-  multiply(x, packed, out_features, bias, shape, output(out, "out", shape));
+  const Shape shape = output_shape(x, out_features);
+  const LinearRows rows = linear_rows(x, "x");
+  const PackedLinear layer =
+      packed_layer(packed, "packed", bias, "bias", x.size(x.dim() - 1), out_features);
+  run_linear(rows, rows_in(shape), layer, output(out, "out", shape));
 }
 
 Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t out_features,
                      const std::optional<Tensor>& bias) {
-  const Shape shape = checked(x, packed, out_features, bias);
+  const Shape shape = output_shape(x, out_features);
+  const LinearRows rows = linear_rows(x, "x");
+  const PackedLinear layer =
+      packed_layer(packed, "packed", bias, "bias", x.size(x.dim() - 1), out_features);
   Tensor out = allocate(shape.size, shape.rank, bfloat16_dtype());
-  multiply(x, packed, out_features, bias, shape, static_cast<uint16_t*>(out.mutable_data_ptr()));
+  run_linear(rows, rows_in(shape), layer, static_cast<uint16_t*>(out.mutable_data_ptr()));
   return out;
 }
 

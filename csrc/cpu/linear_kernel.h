@@ -49,7 +49,7 @@ static_assert(kChunk % kDepth == 0);
 
 // What is fetched into the second-level cache: the stream, so many bytes ahead of where it is read;
 // where several passes go over a panel of at most kKept bytes, the next panel in their course.
-constexpr int64_t kAhead = 4096;
+constexpr int64_t kAhead = 6144;
 constexpr int64_t kKept = 256 << 10;
 
 inline int64_t chunks_of(int64_t pairs) { return (pairs + kChunk - 1) / kChunk; }

@@ -10,11 +10,13 @@
 
 namespace eagle2 {
 
-// Scratch memory of one task. The thread keeps it for the next task: memory fresh from the system
-// costs more page faults than a short call takes.
-class Arena {
+// Scratch memory that ends with its holder. The thread keeps it for the next one: memory fresh from
+// the system costs more page faults than a short call takes. A thread holds one of a kind at a
+// time.
+template <typename Holder>
+class ArenaOf {
  public:
-  ~Arena() {
+  ~ArenaOf() {
     Memory& memory = thread_memory();
     if (memory.blocks.size() > 1 || memory.size > kKept) {
       memory.blocks.clear();
@@ -60,5 +62,9 @@ class Arena {
   }
   size_t used_ = 0, taken_ = 0;
 };
+
+// Of one task, and of a call whose tasks take their own.
+using Arena = ArenaOf<struct Task>;
+using CallArena = ArenaOf<struct Call>;
 
 }  // namespace eagle2

@@ -128,7 +128,7 @@ def refeed(
     K/V that tree rows of the last step left in these slots are overwritten.
     """
     positions = prefix_lens[:, None] + torch.arange(token_ids.shape[1], device=token_ids.device)
-    rows = CacheRows(cache.k, cache.v, prefix_lens, lengths, prefix_lens)
+    rows = CacheRows(cache.k, cache.v, lengths, prefix_lens)
     return head.advance(token_ids, head.fuse_packed(features), positions, rows)
 
 
@@ -156,8 +156,7 @@ class HeadDrafter:
         top_k = tokens.shape[1]
         tree_len = (level + 1) * top_k
         words = mask[..., : (tree_len + 63) // 64]
-        first = prefix_lens + level * top_k
-        place = CacheRows(cache.k, cache.v, first, None, prefix_lens, words, tree_len)
+        place = CacheRows(cache.k, cache.v, None, prefix_lens, words, tree_len)
         positions = (prefix_lens.long() + level)[:, None].expand(tokens.shape)
         self._hidden = head.advance(tokens, take_rows(self._hidden, rows), positions, place)
         return head.logits(self._hidden)

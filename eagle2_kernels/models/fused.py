@@ -5,6 +5,8 @@
     [add, norm] -> q/k/v product -> [rotate, store] -> attention -> product
     -> [add, norm] -> gate/up product -> [silu, mul] -> product                  [..] one operator
 
+Where all products of a layer are packed, all of it is one operator, `decoder_layer`.
+
 Values are rounded where the modules round them, so that a forward differs from theirs by the order
 of sums alone. On a CPU; the products are `packed.py`'s where there are such. Whatever is not known
 to the last sub-module (another class, activation or dtype, a hook, an adapter, a forward put in
@@ -41,6 +43,7 @@ _norm: Callable[..., Tensor] = rms_norm if _checks.VALIDATE else _ops.rms_norm.d
 _add_norm: Callable[..., None] = (
     fused_add_rms_norm if _checks.VALIDATE else _ops.fused_add_rms_norm.default
 )
+_layer = _ops.decoder_layer.default
 _silu: Callable[..., Tensor] = silu_and_mul if _checks.VALIDATE else _ops.silu_and_mul.default
 _rotate: Callable[..., Tensor] = (
     rope_and_write_kv if _checks.VALIDATE else _ops.rope_and_write_kv.default
@@ -56,21 +59,27 @@ Multiply = Callable[[Tensor], Tensor]
 class CacheRows:
     """Attention of new rows over one layer's slot cache, where their keys and values go first.
 
-    ``first`` [B] int32 is the slot of each request's first new row, ``lengths`` [B] how many are
-    stored (None: all); the rest is `tree_attention`'s. Called with q, k, v [B, N, H, D].
+    The new rows are the last of ``tree_len`` slots behind the prefix (None: all of them), of which
+    ``lengths`` [B] are stored (None: all); the rest is `tree_attention`'s. Called with q, k, v
+    [B, N, H, D].
     """
 
     k: Tensor
     v: Tensor
-    first: Tensor
     lengths: Tensor | None
     prefix_lens: Tensor
     tree_mask: Tensor | None = None
     tree_len: int | None = None
 
+    def first(self, rows: int) -> Tensor:
+        """Cache slot [B] of the first of so many new rows."""
+        if self.tree_len is None:
+            return self.prefix_lens
+        return self.prefix_lens + (self.tree_len - rows)
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend by the checked operators: [B, N, Hq, D]."""
-        write_kv(self.k, self.v, k, v, self.first, self.lengths)
+        write_kv(self.k, self.v, k, v, self.first(q.shape[1]), self.lengths)
         options = {} if self.tree_len is None else {"tree_len": self.tree_len}
         return tree_attention(q, self.k, self.v, self.prefix_lens, self.tree_mask, **options)
 
@@ -99,6 +108,44 @@ class FusedLayer(NamedTuple):
     post_eps: float
     gate_up: Multiply
     down: Multiply
+
+
+class WholeLayer(NamedTuple):
+    """What `decoder_layer` takes of a layer: ``qkv_packed`` to ``norm_weight``, and options."""
+
+    weights: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def _whole(
+    block: Any, norm: Any, num_heads: int, products: Iterable[PackedProduct], **options: Any
+) -> WholeLayer | None:
+    """A layer for `decoder_layer`; None where a product is not packed or values are checked."""
+    attention, mlp, known = block.self_attn, block.mlp, {}
+    for p in products:
+        known[tuple(map(id, p.modules))] = p
+    modules = {
+        "qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
+        "o": (attention.o_proj,),
+        "gate_up": (mlp.gate_proj, mlp.up_proj),
+        "down": (mlp.down_proj,),
+    }
+    packed = {name: known.get(tuple(map(id, group))) for name, group in modules.items()}
+    head_norms = _head_norms(attention)
+    post_norm, eps = norm_of(block.post_attention_layernorm)
+    first, first_eps = (None, eps) if norm is None else norm_of(norm)
+    if _checks.VALIDATE or {eps, first_eps, head_norms.get("eps", eps)} != {eps}:
+        return None
+    weights: dict[str, Tensor] = {}
+    for name, product in packed.items():
+        if product is None:
+            return None
+        weights[name] = product.packed
+        if product.bias is not None:
+            options[f"{name}_bias"] = product.bias
+    order = weights["qkv"], weights["o"], post_norm, weights["gate_up"], weights["down"]
+    sizes = num_heads, mlp.gate_proj.out_features
+    return WholeLayer((*order, *sizes, first), options | head_norms | {"eps": eps})
 
 
 def merged(modules: Sequence[nn.Linear], products: Iterable[PackedProduct]) -> Multiply:
@@ -213,6 +260,16 @@ class FusedModel:
             _layer_of(block, kinds.index((a.scaling, a.softcap, a.window)), products)
             for block, a in zip(base.layers, attentions, strict=True)
         ]
+        wholes = [
+            _whole(
+                *(block, block.input_layernorm, a.num_heads, products),
+                **_attention_options(a.scaling, a.softcap, a.window),
+            )
+            for block, a in zip(base.layers, attentions, strict=True)
+        ]
+        self._wholes = [w for w in wholes if w is not None]
+        if len(self._wholes) < len(wholes):
+            self._wholes = []
         self._heads = attentions[0].num_heads, attentions[0].head_dim
         copied = [m for p in products for m in p.modules]
         ends = base.embed_tokens, base.norm
@@ -266,6 +323,20 @@ class FusedModel:
         """
         residual = torch.embedding(self._embedding, token_ids)
         cos, sin = self._rotary(residual, position_ids)
+        tapped: dict[int, Tensor] = {}
+        if self._wholes:
+            run = _layer
+            for i, (weights, options) in enumerate(self._wholes):
+                if "window" in options:
+                    options = options | {"depths": depths}
+                k, v = k_caches[i], v_caches[i]
+                run(
+                    *(residual, cos, sin, k, v, prefix_lens, *weights, tree_mask, lengths),
+                    **options,
+                )
+                if i in taps:
+                    tapped[i] = residual.clone()
+            return _norm(residual, *self._final), tapped
         heads, dim = self._heads
         b, n, _ = residual.shape
         # One layer reads it before the next one writes it.
@@ -276,7 +347,6 @@ class FusedModel:
             for options in self._kinds
         ]
         add_norm, rotate, attend, silu = _add_norm, _rotate, _attend, _silu
-        tapped: dict[int, Tensor] = {}
         x = None
         for i, layer in enumerate(self._layers):
             norm, eps, qkv, head_norms, kind, o, post_norm, post_eps, gate_up, down = layer
@@ -318,6 +388,7 @@ class FusedHead:
         self._post_norm = norm_of(layer.post_attention_layernorm)
         self._gate_up = merged([mlp.gate_proj, mlp.up_proj], products)
         self._down = merged([mlp.down_proj], products)
+        self._whole = _whole(layer, None, config.num_attention_heads, products)
         if self._eagle3:
             self._input_norm = norm_of(layer.input_layernorm)
             self._hidden_norm = norm_of(layer.hidden_norm)
@@ -345,13 +416,26 @@ class FusedHead:
             normed = _norm(features, *self._hidden_norm)
             x = torch.cat((_norm(e, *self._input_norm), normed), dim=-1)
             # the residual stream is written to
-            residual = normed if config.norm_before_residual else features.clone()
+            residual = (
+                normed
+                if config.norm_before_residual
+                else features.clone(memory_format=torch.contiguous_format)
+            )
         else:
             x = residual = self._fc(torch.cat((e, features), dim=-1))
         frequencies = buffers["inv_freq"]
         angles = positions[..., None].float() * torch.cat((frequencies, frequencies))
-        cos, sin, first = angles.cos(), angles.sin(), rows.first
+        cos, sin = angles.cos(), angles.sin()
         options: dict[str, Any] = {} if rows.tree_len is None else {"tree_len": rows.tree_len}
+        if self._whole is not None:
+            weights, own = self._whole
+            if self._eagle3:
+                options["attention_input"] = x
+            where = rows.k, rows.v, rows.prefix_lens
+            seen = rows.tree_mask, rows.lengths
+            _layer(residual, cos, sin, *where, *weights, *seen, **options, **own)
+            return self.norm(residual) if self._eagle3 and config.norm_output else residual
+        first = rows.first(tokens.shape[1])
         q = _rotate(
             self._qkv(x), cos, sin, rows.k, rows.v, first, rows.lengths, None, **self._head_norms
         )

@@ -43,19 +43,25 @@ def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
-def pack_linear(
-    weight: Tensor, bias: Tensor | None, memory: Tensor | None = None
-) -> Callable[[Tensor], Tensor]:
-    """``x -> x W^T + b`` from a packed copy of ``weight`` [out, in], which must stay unchanged.
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """``x -> x W^T + b`` from a packed copy of ``weight`` [out, in], which must stay unchanged."""
+    return _multiply_by(_pack(weight), weight.shape[0], bias)
 
-    The copy takes the first `_elements` of ``memory``, where that is given.
-    """
+
+def _pack(weight: Tensor, memory: Tensor | None = None) -> Tensor:
+    """A packed copy of ``weight`` [out, in] in the first `_elements` of ``memory``."""
     out_features, in_features = weight.shape
     if memory is None:
         memory = weight.new_empty(_elements(out_features, in_features))
     packed = memory[: _elements(out_features, in_features)]
     packed = packed.view((out_features + 31) // 32, (in_features + 1) // 2, 32, 2)
     _pack_into(weight, packed=packed)
+    return packed
+
+
+def _multiply_by(
+    packed: Tensor, out_features: int, bias: Tensor | None
+) -> Callable[[Tensor], Tensor]:
     if bias is not None:
         bias = bias.contiguous()
 
@@ -227,6 +233,8 @@ class PackedProduct:
     Attributes:
         modules: the layers.
         sizes: columns of each in the product, in this order.
+        packed: the packed weights, of all layers together.
+        bias: their biases, or None.
         multiply: x [..., in] -> [..., sum(sizes)] from the packed copy.
     """
 
@@ -241,11 +249,9 @@ class PackedProduct:
         biases = [m.bias.detach() for m in modules if m.bias is not None]
         # Kept: an address tells memory from other memory only while it is not given back.
         self._sources = weights + biases
-        self.multiply = pack_linear(
-            weights[0] if len(weights) == 1 else torch.cat(weights),
-            (torch.cat(biases) if len(biases) > 1 else biases[0]) if biases else None,
-            memory,
-        )
+        self.packed = _pack(weights[0] if len(weights) == 1 else torch.cat(weights), memory)
+        self.bias = torch.cat(biases) if biases else None
+        self.multiply = _multiply_by(self.packed, sum(self.sizes), self.bias)
         self._shared = _Shared(self.multiply, self.sizes)
         self._forwards = self._shared.forwards()
 
