@@ -16,6 +16,7 @@ import csv
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -83,11 +84,32 @@ def timed(decode: Way) -> float:
     return (time.perf_counter() - start) / count * 1e3
 
 
-def profiled(decode: Way) -> dict[str, float]:
+@contextmanager
+def operators_apart(decoder: EagleDecoder) -> Iterator[None]:
+    """A fused layer is one call: here its operators are called one by one, to be told apart."""
+    target, head = decoder.target._fused, decoder.head._fused
+    wholes = target._wholes if target else [], head._whole if head else None
+    if target:
+        target._wholes = []
+    if head:
+        head._whole = None
+    try:
+        yield
+    finally:
+        if target:
+            target._wholes = wholes[0]
+        if head:
+            head._whole = wholes[1]
+
+
+def profiled(decode: Way, decoder: EagleDecoder) -> dict[str, float]:
     """Milliseconds a step by kind of work."""
     steps, spent = decode(), dict.fromkeys(KINDS, 0.0)
     next(steps)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with (
+        operators_apart(decoder),
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+    ):
         count = sum(1 for _ in steps)
     for event in profiler.key_averages():
         if kind := kind_of(event.key):
@@ -137,7 +159,7 @@ def main() -> None:
     rows = []
     for (forward, decoding), decode in ways.items():
         step = statistics.median(times[forward, decoding])
-        spent = profiled(decode)
+        spent = profiled(decode, decoders[forward])
         spent[REST] = step - sum(spent.values())
         floor = floor_of(decoders[forward], decoding == "tree", machine) * 1e3
         print(
