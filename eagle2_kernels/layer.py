@@ -58,7 +58,8 @@ def fused_add_rms_norm(
 
     Args:
         x: [..., H], what a layer's half adds; see `rms_norm`.
-        residual: [..., H] in x's dtype, the residual stream; the sum is rounded to it.
+        residual: [..., H] in x's dtype, the residual stream, in memory apart from x's; the sum is
+            rounded to the dtype.
         weight: [H] in x's dtype.
         eps: what is added to the mean.
         validate: as in `rms_norm`.
@@ -140,8 +141,9 @@ def decoder_layer(
 
     Bit for bit what `rms_norm`, `packed_linear`, `rope_and_write_kv`, `tree_attention`,
     `packed_linear`, `fused_add_rms_norm`, `packed_linear`, `silu_and_mul` and `packed_linear` give
-    one after another, in one call that allocates nothing. So a row's bits depend on the row and on
-    the keys it sees alone: a tree's rows equal those of decoding its path token by token.
+    one after another, in one call; its scratch, up to 16 MiB, stays with the thread. So a row's
+    bits depend on the row and on the keys it sees alone: a tree's rows equal those of decoding its
+    path token by token.
 
     Row j of request b is tree slot ``tree_len - N + j``: its keys and values go to cache slot
     ``prefix_lens[b]`` plus that, where `tree_attention` looks for them.

@@ -1031,7 +1031,7 @@ def packed_linear(
     """out[..., c] = sum over k of x[..., k] * weight[c, k], plus bias[c]; rounded once.
 
     Products and sums are of float32. NaN and infinities in x reach every column of their row, a
-    weight's every row of its column; the packed weight's padding reaches nothing.
+    weight's every row of its column.
     """
     panels, pairs = packed.shape[:2]
     weight = packed.transpose(1, 2).reshape(panels * 32, pairs * 2)

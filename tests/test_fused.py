@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
 from test_target import decode, lens, tokens
 from tiny_models import MOE, tiny_head, tiny_model
 from torch import nn
+from torch.nn.utils import prune
 
 from eagle2_kernels import EagleDecoder, SamplingParams, TargetModel, TreeConfig
 from eagle2_kernels.models import fused
@@ -210,7 +212,7 @@ def test_a_head_of_other_code_runs_its_modules(change):
     head = tiny_head(tiny_model(dtype=torch.float32)).fuse_layer()
     assert fuses(head) and not head.is_fused  # gradients are on here
     HEAD_CHANGES[change](head)
-    assert fuses(head) == (change in ("class", "dtype"))
+    assert fuses(head) == (change == "dtype")
     assert fuses(head.fuse_layer()) == (change == "weight")
 
 
@@ -396,9 +398,20 @@ CHANGES = {
     "weight's memory": lambda m: setattr(
         m.layers[0].mlp.up_proj.weight, "data", torch.ones(48, 32).to(m.dtype)
     ),
+    "class": lambda m: setattr(m.layers[1].mlp.down_proj, "__class__", Negated),
+    "table of hooks": lambda m: (
+        setattr(m.layers[1].mlp, "_forward_hooks", OrderedDict()),
+        m.layers[1].mlp.register_forward_hook(lambda _, a, out: -out),
+    ),
+    "pruned": lambda m: prune.l1_unstructured(m.layers[1].mlp.down_proj, "weight", 0.5),
     "packed weight in place": lambda m: m.layers[1].self_attn.v_proj.weight.mul_(-2),
     "norm in place": lambda m: m.norm.weight.mul_(-2),
 }
+
+
+class Negated(nn.Linear):
+    def forward(self, x):
+        return -super().forward(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -416,6 +429,16 @@ def test_changes_afterwards_are_seen(change, dtype):
     packed = dtype == torch.bfloat16 and HAS_BF16
     stays = {"norm in place", *(() if packed else ("packed weight in place", "weight's memory"))}
     assert fuses(fast) == (change in stays)
+
+
+@torch.no_grad()
+def test_a_class_patched_afterwards_is_seen(monkeypatch):
+    model = tiny_model(dtype=torch.float32)
+    target = TargetModel(model)
+    before, mlp = features_of(target), type(model.model.layers[0].mlp)
+    assert fuses(target)
+    monkeypatch.setattr(mlp, "forward", lambda self, x, own=mlp.forward: -own(self, x))
+    assert not fuses(target) and not near(features_of(target), before)
 
 
 @torch.no_grad()

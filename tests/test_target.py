@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import BASE, GEMMA, MODELS, MOE, randomized, tiny_model
+from tiny_models import BASE, GEMMA, MODELS, MOE, randomized, tiny_head, tiny_model
 
-from eagle2_kernels import TargetModel, flatten_tree
+from eagle2_kernels import EagleDecoder, TargetModel, TreeConfig, flatten_tree
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,6 +247,22 @@ def test_two_threads_take_turns(tapped):
     handle.remove()
     assert {name: torch.equal(got[name], alone[name]) for name in ids} == dict.fromkeys(ids, True)
     assert target.hf_model.config._attn_implementation == "sdpa"
+
+
+def test_longrope_ends_where_its_factors_would_depend_on_other_rows():
+    """Behind it a forward takes other factors for all its rows, by the deepest of them."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    length = {"original_max_position_embeddings": 20}
+    model = tiny_model(dtype=torch.float32, rope_parameters=rope | factors | length)
+    target = TargetModel(model)
+    assert target.max_positions == 20
+    decoder = EagleDecoder(target, tiny_head(model), config=TreeConfig(12, 3, 3))
+    for seed in range(4):
+        prompt = tokens(5, seed).tolist()
+        asked = {"max_new_tokens": 40, "eos_token_ids": ()}
+        tree, plain = decoder.generate(prompt, **asked), decoder.generate_plain(prompt, **asked)
+        assert tree.token_ids == plain.token_ids and len(tree.token_ids) == 15
 
 
 def test_what_the_target_tells_about_the_model():

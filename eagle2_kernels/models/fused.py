@@ -186,14 +186,13 @@ class Watch:
         modules = list({id(m): m for root in roots for m in root.modules()}.values())
         # This runs at every forward, when the caches are full of weights: few passes in C, and as
         # little memory to look at as tells.
+        self._modules = modules
         self._own = [vars(m) for m in modules]
+        self._hooked: list[dict[str, Any]] = self._own if hooks_of is None else hooks_of._hooked
         self._sizes: list[int] = []
-        self._hooks: list[Any] = [
-            h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)
-        ]
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        if hooks_of is not None:
-            self._hooks = hooks_of._hooks
+        self._types = [*map(type, modules)]
+        self._classes: list[Any] = list(dict.fromkeys(self._types))
+        self._code = [c.forward for c in self._classes]
         self._next_hook = -1
         self._tables = [t for m in modules for t in (m._modules, m._parameters) if t]
         self._values = self._now()
@@ -225,7 +224,10 @@ class Watch:
         # every hook that was ever registered, anywhere, has a number
         count = RemovableHandle.next_id
         if count != self._next_hook:
-            if any(self._hooks):
+            around = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+            if any(around) or any(
+                [own["_forward_hooks"] or own["_forward_pre_hooks"] for own in self._hooked]
+            ):
                 return False
             self._next_hook = count
         return True
@@ -237,7 +239,10 @@ class Watch:
             if any(["forward" in own for own in self._own]):
                 return False
             self._sizes = sizes
-        return True
+        # a class patched, or another one in its place
+        return [c.forward for c in self._classes] == self._code and all(
+            map(is_, map(type, self._modules), self._types)
+        )
 
 
 class FusedModel:

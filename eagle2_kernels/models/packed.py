@@ -242,7 +242,7 @@ class PackedProduct:
         self.modules = list(modules)
         self.sizes = [m.out_features for m in modules]
         self._seen = [
-            (m.__dict__, m._parameters, m.weight, m.bias, weight_state(m.weight, m.bias))
+            (m, m.__dict__, m._parameters, m.weight, m.bias, weight_state(m.weight, m.bias))
             for m in modules
         ]
         weights = [m.weight.detach() for m in modules]
@@ -258,10 +258,11 @@ class PackedProduct:
     def is_current(self) -> bool:
         """Whether the packed copy is of the layers' present weights and they run nothing else."""
         # straight from the dictionaries: this runs for every layer of every forward
-        for own, parameters, weight, bias, state in self._seen:
+        for module, own, parameters, weight, bias, state in self._seen:
             if (
-                parameters["weight"] is not weight
-                or parameters["bias"] is not bias
+                type(module) is not nn.Linear
+                or parameters.get("weight") is not weight
+                or parameters.get("bias") is not bias
                 or "forward" in own
                 or weight_state(weight, bias) != state
             ):

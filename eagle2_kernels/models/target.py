@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -231,8 +231,15 @@ class TargetModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the position table (max_position_embeddings); None when there is none."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Length of the position table (max_position_embeddings); None when there is none.
+
+        Of a model with longrope it is the length it was first trained for: behind it the rotation
+        of a row would depend on the other rows of its forward, so on how it is decoded.
+        """
+        return min(
+            _first_lengths(self.config),
+            default=getattr(self.config, "max_position_embeddings", None),
+        )
 
     @property
     def num_layers(self) -> int:
@@ -657,6 +664,18 @@ class TargetModel:
             "hf_model: expected logits that are the lm_head of the last hidden state (softcapped "
             f"or scaled), {self._name} computes something else"
         )
+
+
+def _first_lengths(config: Any) -> Iterator[int]:
+    """original_max_position_embeddings of every longrope in a configuration."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # some have one for each kind of layer
+    for rope in [found, *(x for x in found.values() if isinstance(x, dict))]:
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+            name = "original_max_position_embeddings"
+            length = rope.get(name) or getattr(config, name, None)
+            if length is not None:
+                yield int(length)
 
 
 def _keep_output(seen: dict[int, Tensor], i: int) -> Callable[[nn.Module, Any, Any], None]:
