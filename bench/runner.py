@@ -8,7 +8,9 @@ measured at the start of the run) and the ratio to the best peer.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import mmap
 import platform
 import shlex
 import statistics
@@ -70,6 +72,17 @@ class Row:
     ratio: float
 
 
+def _memory(size: int, device: torch.device) -> torch.Tensor:
+    """Ones, in huge pages where Linux gives them: those are read a fifth faster."""
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.ones(size // 4, device=device)
+    memory = mmap.mmap(-1, size)
+    # refused where the kernel was built without them
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+
+
 class Machine:
     """Where a run takes place: its device, its clock, its measured ceilings."""
 
@@ -99,19 +112,20 @@ class Machine:
         rate = self.matmul_rates.get(case.dtype, self.matmul_rates[torch.float32])
         return max(case.bytes / self.read_bandwidth, case.flops / rate)
 
-    def _median(self, call: Callable[[], object]) -> float:
+    def _best(self, call: Callable[[], object]) -> float:
+        # A ceiling is what the machine can do when nobody else is on it.
         self.time(call)
-        return statistics.median(self.time(call) for _ in range(self._samples))
+        return min(self.time(call) for _ in range(self._samples))
 
     def _read_bandwidth(self) -> float:
-        """Bytes per second of a sum over 256 MiB."""
-        x = torch.ones(64 << 20, device=self.device)
-        return x.nbytes / self._median(x.sum)
+        """Bytes per second of the faster of a sum and a maximum over 256 MiB."""
+        x = _memory(256 << 20, self.device)
+        return x.nbytes / min(self._best(x.sum), self._best(x.max))
 
     def _matmul_rate(self, dtype: torch.dtype) -> float:
         size = 1024 if self.device.type == "cpu" else 8192
         a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-        return 2 * size**3 / self._median(lambda: a @ b)
+        return 2 * size**3 / self._best(lambda: a @ b)
 
 
 def run(cases: Iterable[Case], machine: Machine, rounds: int) -> list[Row]:

@@ -80,7 +80,7 @@ def tune(
     decoder: EagleDecoder,
     prompts: Sequence[Any] | None = None,
     *,
-    max_nodes: Sequence[int] = (1, 4, 8, 12, 16, 24, 32, 48, 64),
+    max_nodes: Sequence[int] = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64),
     top_k: Sequence[int] = (2, 4, 8),
     max_depth: int = 8,
     max_new_tokens: int = 64,
