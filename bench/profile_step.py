@@ -1,7 +1,8 @@
 """Where a decode step's time goes: the demo's tree and plain decoding, by three forwards.
 
 "fused" is the default, layers by this library's operators; "modules" their own Python, "compiled"
-kernels that Inductor makes of it. All ways are timed in turn, then run once under torch's profiler.
+kernels that Inductor makes of it. All ways are timed in turn, then run once under torch's profiler,
+where the operators of a fused layer, which is one call, are called one by one.
 A line is a kind of work, its milliseconds a step and its share of the step; operators are the
 profiler's, "python and dispatch" is the rest of the step as timed alone (the profiler slows Python,
 and small operators a little). The floor is what the matrix products alone would take: their weights

@@ -68,7 +68,8 @@ CompileOption = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Compile the models' layers into fused CPU kernels first: some ten seconds, with g++.",
+        help="For models not of Llama's kind, which need it not: compile the layers into fused CPU "
+        "kernels first. Some ten seconds, with g++.",
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens at most.")]

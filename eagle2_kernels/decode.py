@@ -156,7 +156,8 @@ class EagleDecoder:
             Inductor; it needs a C++ compiler) around their matrix products and attention. Compiled
             here, once for any number of requests and rows: some ten seconds for layers of one code,
             less when Inductor's cache has them. Tree and plain decoding go through the same
-            kernels, prompts too. The model itself is as it was; see `TargetModel.compiled`.
+            kernels, prompts too. The model itself is as it was; see `TargetModel.compiled`. For
+            models whose layers are not fused anyway (`TargetModel.is_fused`): those are faster.
 
     Raises:
         ValueError: the head's hidden size, vocabulary or device is not the target's, or the target
