@@ -1845,11 +1845,25 @@ LAYER_MUTANTS = [
     ),
     Mutant(
         FUSED,
-        "            if any(self._hooks):",
-        "            if False:",
+        'own["_forward_hooks"] or own["_forward_pre_hooks"] for own in self._hooked',
+        "{} for own in self._hooked",
         "",
         tests="test_fused.py::test_changes_afterwards_are_seen",
         quick=True,
+    ),
+    Mutant(
+        FUSED,
+        "return [c.forward for c in self._classes] == self._code and all(",
+        "return all(",
+        "",
+        tests="test_fused.py::test_a_class_patched_afterwards_is_seen",
+    ),
+    Mutant(
+        TARGET,
+        "            _first_lengths(self.config),\n",
+        "            (),\n",
+        "",
+        tests="test_target.py::test_longrope_ends_where_its_factors_would_depend_on_other_rows",
     ),
     Mutant(
         FUSED,
