@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 THEIRS = ("plain", "prompt lookup")
 COLUMNS = ("way", "weights", "prompts", "new_tokens", "tokens_per_second", "ratio_to_our_plain")
@@ -111,10 +112,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--python", help="the interpreter that has llama-cpp-python and gguf")
-    parser.add_argument("--prompts", type=Path, default=Path("../shared/prompts/mt_bench.jsonl"))
+    parser.add_argument(
+        "--prompts", type=Path, default=ROOT.parent / "shared/prompts/mt_bench.jsonl"
+    )
     parser.add_argument("--every", type=int, default=20, help="of the prompts")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--work", type=Path, default=Path("build"), help="for the bfloat16 copy")
+    parser.add_argument("--work", type=Path, default=ROOT / "build", help="for the bfloat16 copy")
     parser.add_argument("--save", action="store_true", help="write bench/results/llama_cpp.csv")
     parser.add_argument("--copy", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)

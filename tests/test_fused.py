@@ -16,12 +16,10 @@ from eagle2_kernels.models import fused
 from eagle2_kernels.models.draft import new_draft_cache, refeed
 from eagle2_kernels.models.fused import CacheRows
 from eagle2_kernels.models.heads import Eagle3Head, EagleHead
-from eagle2_kernels.models.packed import can_pack
 
 transformers = pytest.importorskip("transformers")
 
 PROMPTS = [[3, 4, 5, 6, 7], [11], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12, 13, 14]]
-HAS_BF16 = can_pack(torch.zeros(16, 16, dtype=torch.bfloat16))
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 # every class that is known, and what its layers may have
@@ -223,7 +221,6 @@ def test_a_head_bound_again_or_copied_runs_its_modules():
     assert fuses(head) and not fuses(head.bind(model))
 
 
-@pytest.mark.skipif(not HAS_BF16, reason="nothing is packed here")
 @known
 def test_whole_layers_are_their_operators_bit_for_bit(name):
     """`decoder_layer` where everything is packed; the loop over operators gives the same bits."""
@@ -237,7 +234,6 @@ def test_whole_layers_are_their_operators_bit_for_bit(name):
             assert torch.equal(got, want)
 
 
-@pytest.mark.skipif(not HAS_BF16, reason="nothing is packed here")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_heads_whole_layer_is_its_operators_bit_for_bit(name):
     model = tiny_model(num_hidden_layers=7, dtype=torch.bfloat16)
@@ -426,7 +422,7 @@ def test_changes_afterwards_are_seen(change, dtype):
     got, want = features_of(fast), features_of(slow)
     assert near(got, want) and not near(got, before)
     # what only changed in place is read where it lies, unless a copy of it is in use
-    packed = dtype == torch.bfloat16 and HAS_BF16
+    packed = dtype == torch.bfloat16
     stays = {"norm in place", *(() if packed else ("packed weight in place", "weight's memory"))}
     assert fuses(fast) == (change in stays)
 
